@@ -1,0 +1,232 @@
+"""Benchmarks: the cost of a forward pass by its rows, and decoding speed by class of prompt.
+
+Machines are shared and noisy: what is compared runs alternately in one process, and medians are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pilotfish.backends.native import read_gb_per_s
+from pilotfish.drafters.base import parse_speculation
+from pilotfish.errors import InputError
+from pilotfish.llm import LLM
+from pilotfish.metrics import now_ms
+from pilotfish.program import BLOCK_SIZE
+from pilotfish.request import SamplingParams
+from pilotfish.tree import DraftTree, Rows, TreeBatch
+
+app = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
+
+CONTEXT = 128  # tokens before the measured rows
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt of a workload."""
+
+    kind: str
+    prompt: str
+
+
+@app.command()
+def curve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a .gguf file, a model directory, or demo")],
+    rows: Annotated[str, typer.Option(metavar="LIST", help="row counts, with commas between")] = "1,2,4,8,16",
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes for each row count")] = 15,
+    weights: Annotated[str | None, typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Time one forward pass of M rows over that of one row, at a context of 128 tokens.
+
+    Speculation lives or dies by this curve: a draft of k tokens costs a pass of k + 1 rows.
+    """
+    counts = _row_counts(rows)
+    llm = LLM(model, threads=threads, weights=weights, context=None)
+    times = _measure_curve(llm, counts, repeat)
+    medians = [median(times[count]) for count in counts]
+    gb = llm.weight_bytes / 1e9
+    result = {
+        "model": llm.config.name or model,
+        "rows": counts,
+        "median_ms": [round(value, 3) for value in medians],
+        "ratio": [round(value / medians[0], 3) for value in medians],
+        "gb_per_s": round(gb / (medians[0] / 1e3), 2),
+        "limit_gb_per_s": round(read_gb_per_s(threads), 2),
+        "weight_gb": round(gb, 4),
+        "machine": machine(llm),
+    }
+    if as_json:
+        print(json.dumps(result))
+        return
+    table = Table(title=f"{result['model']}: one forward pass at a context of {CONTEXT}")
+    for heading in ("rows", "median ms", f"over {counts[0]} row(s)", "tokens/s if all stand"):
+        table.add_column(heading, justify="right")
+    for count, value in zip(counts, medians, strict=True):
+        table.add_row(str(count), f"{value:.2f}", f"{value / medians[0]:.2f}", f"{1e3 * count / value:.0f}")
+    Console().print(table)
+    print(
+        f"the first row count reads {gb:.3f} GB of weights at {result['gb_per_s']} GB/s; "
+        f"the machine reads at most {result['limit_gb_per_s']} GB/s ({result['machine']})"
+    )
+
+
+@app.command()
+def decode(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a .gguf file, a model directory, or demo")],
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help='JSON lines: {"class": ..., "prompt": ...}')],
+    speculation: Annotated[list[str] | None, typer.Option(metavar="S", help="may be repeated; off always runs")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T")] = 0.0,
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="runs of each prompt and setting")] = 1,
+    weights: Annotated[str | None, typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Decode a workload with each speculation in turn and compare speed and text with speculation off."""
+    settings = ["off", *(text for text in speculation or [] if text != "off")]
+    parsed = {text: parse_speculation(text) for text in settings}
+    samples = read_prompts(prompts)
+    llm = LLM(model, threads=threads, weights=weights)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
+    runs: dict[str, dict[str, list[_Run]]] = {text: {} for text in settings}
+    for sample in track(samples, description="prompts", console=Console(stderr=True), disable=not sys.stderr.isatty()):
+        found: dict[str, list[_Run]] = {text: [] for text in settings}
+        for _ in range(repeat):
+            for text in settings:
+                completion = llm.generate(sample.prompt, params, chat=True, speculation=parsed[text])[0]
+                found[text].append(
+                    _Run(
+                        completion.tokens,
+                        len(completion.tokens) / completion.speculation["target_steps"],
+                        completion.timings["tokens_per_second"],
+                    )
+                )
+        plain = found["off"][0].tokens
+        for text in settings:
+            speed = median(run.tokens_per_second for run in found[text])
+            length = found[text][0].acceptance_length
+            equal = all(run.tokens == plain for run in found[text])
+            runs[text].setdefault(sample.kind, []).append(_Run(plain if equal else (), length, speed))
+    report = {
+        text: {kind: _summarise(found, runs["off"][kind]) for kind, found in runs[text].items()} for text in settings
+    }
+    if as_json:
+        print(json.dumps({"settings": report, "model": llm.config.name or model, "machine": machine(llm)}))
+        return
+    table = Table(title=f"{llm.config.name or model}: decoding, {max_tokens} tokens a prompt")
+    for heading in ("speculation", "class", "tokens/s", "over off", "acceptance length", "equal"):
+        table.add_column(heading, justify="left" if heading in ("speculation", "class") else "right")
+    for text, kinds in report.items():
+        for kind, row in kinds.items():
+            table.add_row(
+                text,
+                kind,
+                f"{row['tokens_per_second']:.1f}",
+                f"{row['over_off']:.2f}",
+                f"{row['acceptance_length']:.2f}",
+                "yes" if row["equal"] else "NO",
+            )
+    Console().print(table)
+    print(machine(llm))
+
+
+def read_prompts(path: Path) -> list[Sample]:
+    """Read a workload. Raises InputError with the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"can not read the prompts {path}: {error}") from None
+    samples = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in ("class", "prompt")):
+            raise InputError(f'{path}, line {number} must be {{"class": TEXT, "prompt": TEXT}}')
+        samples.append(Sample(item["class"], item["prompt"]))
+    if not samples:
+        raise InputError(f"{path} holds no prompts")
+    return samples
+
+
+def machine(llm: LLM) -> str:
+    """What ran, in words."""
+    cpu = next(iter(_cpu_names()), "unknown CPU")
+    return f"{cpu}, {llm.backend_description}"
+
+
+@dataclass(frozen=True)
+class _Run:
+    tokens: tuple[int, ...]  # () when a run differed from speculation off
+    acceptance_length: float
+    tokens_per_second: float
+
+
+def _summarise(runs: Sequence[_Run], off: Sequence[_Run]) -> dict[str, Any]:
+    """Speeds are medians over prompts; `over_off` is the median of the ratios prompt by prompt."""
+    return {
+        "tokens_per_second": round(median(run.tokens_per_second for run in runs), 2),
+        "over_off": round(
+            median(run.tokens_per_second / plain.tokens_per_second for run, plain in zip(runs, off, strict=True)), 3
+        ),
+        "acceptance_length": round(sum(run.acceptance_length for run in runs) / len(runs), 3),
+        "equal": all(run.tokens for run in runs),
+    }
+
+
+def _row_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--rows {text!r} must be whole numbers with commas between, as in 1,2,4,8") from None
+    if not counts or min(counts) < 1 or max(counts) > 512 or len(set(counts)) < len(counts):
+        raise InputError(f"--rows {text!r} must be different numbers from 1 to 512")
+    return counts
+
+
+def _measure_curve(llm: LLM, counts: Sequence[int], repeat: int) -> dict[int, list[float]]:
+    """Milliseconds of each pass, the row counts taken in turn so that a noisy moment hits all alike."""
+    needed = CONTEXT + max(counts)
+    if needed > llm.target.program.context_length:
+        raise InputError(f"the model's context of {llm.target.program.context_length} is too short for {needed} tokens")
+    blocks = list(range(-(-needed // BLOCK_SIZE)))
+    tokens = [1 + index % (llm.config.vocab_size - 1) for index in range(needed)]
+    forward = llm.target.executable.forward
+    forward(TreeBatch.build([Rows(tokens[:CONTEXT], 0, blocks)]), llm.target.kv, False)
+    batches = {
+        count: TreeBatch.build([Rows(tokens[CONTEXT : CONTEXT + 1], CONTEXT, blocks, DraftTree.chain(tokens[1:count]))])
+        for count in counts
+    }
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for turn in range(repeat + 1):
+        for count in counts:
+            started = now_ms()
+            forward(batches[count], llm.target.kv, False)
+            if turn:  # the first turn warms up
+                times[count].append(now_ms() - started)
+    return times
+
+
+def _cpu_names() -> Iterable[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model")):
+                yield line.partition(":")[2].strip()
+    except OSError:
+        return

@@ -1,0 +1,138 @@
+"""What a drafter is, and how the speculation argument of the command line names one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from pilotfish.errors import InputError
+from pilotfish.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A request that may be drafted for in this step."""
+
+    id: int
+    tokens: Sequence[int]  # committed: prompt and output so far
+    budget: int  # most nodes of the tree, at least 1
+    max_depth: int  # deeper drafts could not be emitted, at least 1
+
+
+class Drafter(Protocol):
+    """Proposes draft trees. It may fail or talk nonsense: that costs speed only."""
+
+    name: str
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """One tree for each request, empty where there is nothing to say."""
+
+    def end(self, id: int) -> None:
+        """The request is over; forget what was kept for it."""
+
+
+# name -> where its class is. A class has OPTIONS, the integer options it takes with their legal ranges (min, max) and
+# defaults, and is made from them by name.
+DRAFTERS: Mapping[str, str] = {
+    "ngram": "pilotfish.drafters.ngram:NgramDrafter",
+}
+# Named in the design, not built yet: an honest answer is better than "unknown".
+PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle", "auto")
+
+MAX_DRAFT_TOKENS = 64
+DEFAULT_DRAFT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Option:
+    default: int | None  # None: the drafter decides
+    low: int
+    high: int
+    help: str
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A parsed speculation argument: `method` is "off" or a key of DRAFTERS, `k` the fixed draft budget."""
+
+    method: str = "off"
+    k: int = 0
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def make(self) -> Drafter | None:
+        """The drafter, or None for "off"."""
+        if self.method == "off":
+            return None
+        return cast(Drafter, drafter_class(self.method)(**self.options))
+
+
+def drafter_class(name: str) -> Any:
+    module, _, attribute = DRAFTERS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def parse_speculation(text: str) -> Speculation:
+    """Read `off` or `NAME[:key=value,...]`, as in `ngram:k=4,n=3`. Raises InputError."""
+    name, colon, rest = text.strip().partition(":")
+    given: dict[str, int] = {}
+    if colon:
+        for pair in rest.split(","):
+            key, equals, value = (part.strip() for part in pair.partition("="))
+            if not equals or not key:
+                raise InputError(f"speculation {text!r}: {pair!r} is not key=value, as in ngram:k=4,n=3")
+            if key in given:
+                raise InputError(f"speculation {text!r}: {key} is given twice")
+            try:
+                given[key] = int(value)
+            except ValueError:
+                raise InputError(f"speculation {text!r}: {key}={value} must be a whole number") from None
+    return _speculation(name, given, f"speculation {text!r}")
+
+
+def parse_speculative_config(text: str) -> Speculation:
+    """Read the JSON object that vLLM users know, with the fields of the n-gram method. Raises InputError."""
+    where = "--speculative-config"
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("method"), str):
+        raise InputError(f'{where} must be an object with a method, as in {{"method": "ngram"}}')
+    names = {"num_speculative_tokens": "k", "prompt_lookup_max": "n", "prompt_lookup_min": "min"}
+    given: dict[str, int] = {}
+    for key, value in config.items():
+        if key == "method":
+            continue
+        if key not in names:
+            raise InputError(f"{where}: field {key!r} is not supported; supported: method, {', '.join(names)}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InputError(f"{where}: {key} must be a whole number, not {value!r}")
+        given[names[key]] = value
+    return _speculation(config["method"], given, where)
+
+
+def _speculation(name: str, given: Mapping[str, int], where: str) -> Speculation:
+    if name == "off":
+        if given:
+            raise InputError(f"{where}: off takes no options")
+        return Speculation()
+    if name in PLANNED or "+" in name:
+        raise InputError(f"{where}: {name} is not available in this version; available: off, {', '.join(DRAFTERS)}")
+    if name not in DRAFTERS:
+        raise InputError(f"{where}: there is no drafter {name!r}; available: off, {', '.join(DRAFTERS)}")
+    known: dict[str, Option] = {
+        "k": Option(DEFAULT_DRAFT_TOKENS, 1, MAX_DRAFT_TOKENS, "draft tokens per step"),
+        **drafter_class(name).OPTIONS,
+    }
+    values = {key: option.default for key, option in known.items() if option.default is not None}
+    for key, value in given.items():
+        if key not in known:
+            raise InputError(f"{where}: {name} has no option {key!r}; it has {', '.join(known)}")
+        option = known[key]
+        if not option.low <= value <= option.high:
+            raise InputError(f"{where}: {key}={value} must lie in {option.low}..{option.high} ({option.help})")
+        values[key] = value
+    return Speculation(name, values.pop("k"), values)

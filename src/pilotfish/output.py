@@ -1,0 +1,60 @@
+"""From token ids to the text a person reads: streaming, and stop strings that cut where they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text without ever giving half a character."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class OutputText:
+    """The visible text of one request. `push` and `finish` give what may be shown, `stopped` says a stop string came.
+
+    Text that might be the beginning of a stop string is held back until it is decided.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        return self._release(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """What was held back, unless a stop string has ended the text."""
+        if self.stopped:
+            return ""
+        text = self._release(self._detokenizer.finish())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        self._held += text
+        starts = [start for start in (self._held.find(stop) for stop in self._stop) if start >= 0]
+        if starts:
+            self.stopped = True
+            shown, self._held = self._held[: min(starts)], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        end = len(self._held) - keep
+        shown, self._held = self._held[:end], self._held[end:]
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,144 @@
+"""The command line as a person uses it: what it prints, and one clear line with exit code 2 for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from pilotfish.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def _json(*arguments: str | Path, stdin: str = "") -> Any:
+    done = _run(*arguments, "--json", stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    return json.loads(done.stdout)
+
+
+def test_generate_json(smollm2_path: Path) -> None:
+    prompt = "one two three four one two three four one two three four one two"
+    arguments = ("generate", smollm2_path, "--prompt", prompt, "--max-tokens", "24")
+    plain = _json(*arguments)
+    drafted = _json(*arguments, "--speculation", "ngram:k=4,n=3", "--threads", "1")
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
+    from_config = _json(*arguments, "--speculative-config", config)
+    assert plain["tokens"] == drafted["tokens"] == from_config["tokens"]
+    assert plain["text"] == drafted["text"]
+    assert plain["usage"]["completion_tokens"] == len(plain["tokens"]) == 24
+    assert set(plain) == {"text", "tokens", "finish_reason", "seed", "usage", "timings", "speculation"}
+    assert set(plain["timings"]) == {
+        "load_ms",
+        "prefill_ms",
+        "decode_ms",
+        "draft_ms",
+        "verify_ms",
+        "overhead_ms",
+        "tokens_per_second",
+    }
+    assert plain["speculation"]["drafted"] == 0 and plain["speculation"]["target_steps"] == 24
+    counts = drafted["speculation"]
+    assert counts["accepted"] == 24 - counts["target_steps"] > 0
+    assert counts["by_drafter"]["ngram"]["drafted"] == counts["drafted"]
+
+
+def test_generate_streams_text_and_sums_up_on_stderr(smollm2_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Say hello in French.")
+    by_file = _run("generate", smollm2_path, "--prompt-file", file, "--chat", "--max-tokens", "8")
+    by_stdin = _run(
+        "generate", smollm2_path, "--prompt-file", "-", "--chat", "--max-tokens", "8", stdin=file.read_text()
+    )
+    assert by_file.returncode == by_stdin.returncode == 0
+    assert by_file.stdout == by_stdin.stdout != ""
+    assert "8 tokens" in by_file.stderr and "tokens/s" in by_file.stderr
+
+
+def test_sampling_is_repeatable(smollm2_path: Path) -> None:
+    arguments = ("generate", smollm2_path, "--prompt", "Once upon", "--max-tokens", "8", "--temperature", "1.0")
+    first = _json(*arguments)
+    assert _json(*arguments, "--seed", str(first["seed"]))["tokens"] == first["tokens"]
+
+
+def test_bench_json(smollm2_path: Path, tmp_path: Path) -> None:
+    curve = _json("bench", "curve", smollm2_path, "--rows", "1,3", "--repeat", "1")
+    assert curve["rows"] == [1, 3] and len(curve["median_ms"]) == 2 and curve["ratio"][0] == 1
+    assert curve["gb_per_s"] > 0 and curve["limit_gb_per_s"] > 0
+    workload = tmp_path / "prompts.jsonl"
+    workload.write_text('{"class": "count", "prompt": "Count from 1 to 20."}\n')
+    arguments = ("bench", "decode", smollm2_path, "--prompts", workload, "--max-tokens", "12")
+    settings = _json(*arguments, "--speculation", "ngram")["settings"]
+    assert set(settings) == {"off", "ngram"}
+    row = settings["ngram"]["count"]
+    assert row["equal"] is True and row["acceptance_length"] >= 1 and row["over_off"] > 0
+
+
+def test_help_names_the_commands() -> None:
+    done = _run("--help")
+    assert done.returncode == 0
+    assert "generate" in done.stdout and "bench" in done.stdout
+    assert "--speculation" in _run("generate", "--help").stdout
+
+
+MODEL = object()  # stands for the real model's path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "nowhere.gguf", "--prompt", "x"), "nowhere.gguf"),
+        (("generate", MODEL), "--prompt TEXT or --prompt-file FILE"),
+        (("generate", MODEL, "--prompt", "x", "--prompt-file", "y"), "one of the two"),
+        (("generate", MODEL, "--prompt-file", "nowhere.txt"), "nowhere.txt"),
+        (("generate", MODEL, "--prompt", ""), "the prompt is empty"),
+        (("generate", MODEL, "--prompt", "x", "--speculation", "ngrams"), "no drafter 'ngrams'"),
+        (("generate", MODEL, "--prompt", "x", "--speculation", "ngram:k=0"), "must lie in 1..64"),
+        (("generate", MODEL, "--prompt", "x", "--speculative-config", "{}"), "with a method"),
+        (("generate", MODEL, "--prompt", "x", "--temperature", "-1"), "temperature is -1"),
+        (("generate", MODEL, "--prompt", "x", "--top-p", "0"), "top_p is 0"),
+        (("generate", MODEL, "--prompt", "x", "--max-tokens", "0"), "max_tokens is 0"),
+        (("generate", MODEL, "--prompt", "x", "--threads", "0"), "threads"),
+        (("generate", MODEL, "--prompt", "x", "--context", "0"), "context"),
+        (("generate", MODEL, "--prompt", "x", "--context", "999999"), "context"),
+        (("generate", MODEL, "--prompt", "x y z " * 40, "--context", "16"), "the context of 16"),
+        (("generate", MODEL, "--prompt", "x", "--weights", "int3"), "int3"),
+        (("generate", MODEL, "--prompt", "x", "--system", "y"), "--system needs --chat"),
+        (("generate", MODEL, "--prompt", "x", "--frobnicate"), "--frobnicate"),
+        (("generate",), "MODEL"),
+        (("frobnicate",), "frobnicate"),
+        (("bench", "curve", MODEL, "--rows", "1,x"), "--rows"),
+        (("bench", "curve", MODEL, "--rows", "0"), "--rows"),
+        (("bench", "decode", MODEL, "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+    ],
+)
+def test_mistakes(smollm2_path: Path, arguments: tuple[object, ...], message: str) -> None:
+    done = _run(*(smollm2_path if argument is MODEL else str(argument) for argument in arguments))
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    if "Usage:" not in done.stderr:  # the option parser frames its own messages
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_truncated_model(smollm2_path: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    with smollm2_path.open("rb") as file:
+        broken.write_bytes(file.read(5_000_000))
+    done = _run("generate", broken, "--prompt", "x")
+    assert done.returncode == 2
+    assert "broken.gguf" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_unknown_instruction_path(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILOTFISH_PATH", "quantum")
+    done = _run("generate", smollm2_path, "--prompt", "x")
+    assert done.returncode == 2
+    assert "quantum" in done.stderr and "portable" in done.stderr and len(done.stderr.splitlines()) == 1
