@@ -11,10 +11,9 @@ import pytest
 
 from pilotfish.config import RopeScaling
 from pilotfish.errors import InputError
-from pilotfish.models.decoder import check_tensors, decoder_program, expected_shapes
+from pilotfish.models.decoder import decoder_program, expected_shapes
 from pilotfish.models.rope import attention_factor, inverse_frequencies, rope_tables
 from pilotfish.program import Attention, Embed, Gather, Head, Linear, Norm, Program, RopeKV, Tap
-from pilotfish.quant import Tensor
 from tiny import GOLDEN_CASES, golden_model, tiny_model
 
 DATA = Path(__file__).parent / "data"
@@ -88,7 +87,7 @@ def names_of(program: Program) -> set[str]:
 def test_program_reads_exactly_the_expected_tensors_and_known_buffers(case: str) -> None:
     config, tensors = golden_model(case)
     program = decoder_program(config, 64)
-    assert names_of(program) == set(expected_shapes(config)) == set(tensors)
+    assert names_of(program) == set(dict(expected_shapes(config))) == set(tensors)
     assert program.context_length == 64
     buffers = {getattr(op, field) for op in program.ops for field in ("x", "out", "qkv") if hasattr(op, field)}
     assert buffers == set(program.widths)
@@ -124,15 +123,3 @@ def test_views_keep_layer_indices_and_taps_follow_the_layers_run() -> None:
 def test_programs_that_do_not_fit_the_model_are_refused(asked: dict[str, object], says: str) -> None:
     with pytest.raises(InputError, match=re.escape(says)):
         decoder_program(CONFIG, **{"context": 64, **asked})  # type: ignore[arg-type]
-
-
-def test_tensors_must_be_exactly_the_expected_ones() -> None:
-    check_tensors(CONFIG, TENSORS)
-    missing = {name: tensor for name, tensor in TENSORS.items() if name != "layers.1.k_norm"}
-    with pytest.raises(InputError, match=r"lacks the tensor layers\.1\.k_norm of shape \[16\]"):
-        check_tensors(CONFIG, missing)
-    wrong = {**TENSORS, "layers.2.down": Tensor("F32", (96, 64), TENSORS["layers.2.down"].data)}
-    with pytest.raises(InputError, match=r"layers\.2\.down has shape \[96, 64\], not \[64, 96\]"):
-        check_tensors(CONFIG, wrong)
-    with pytest.raises(InputError, match=r"has a tensor layers\.0\.q_bias, which a qwen3 model does not use"):
-        check_tensors(CONFIG, {**TENSORS, "layers.0.q_bias": TENSORS["norm"]})

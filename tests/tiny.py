@@ -102,7 +102,7 @@ def tiny_model(
     rng = np.random.RandomState(seed)  # the legacy generator: its numbers never change, and the goldens need them
     tensors: dict[str, Tensor] = {}
     turn = 0
-    for name, shape in expected_shapes(config).items():
+    for name, shape in expected_shapes(config):
         part = name.rsplit(".", 1)[-1]
         if part.endswith("norm"):
             tensors[name] = _floats(rng, shape, "F32", spread=0.2, centre=1.2)

@@ -88,7 +88,7 @@ def generate(
     if llm.note:
         print(f"note: {llm.note}", file=sys.stderr)
     completion: Completion | None = None
-    for chunk in llm.stream(llm.encode(text, chat, system), params):
+    for chunk in llm.stream(text, params, chat=chat, system=system):
         if not as_json:
             print(chunk.text, end="", flush=True)
         completion = chunk.completion or completion
@@ -139,12 +139,14 @@ def main() -> None:
         _fail(error, 2)
     except PilotfishError as error:
         _fail(error, 1)
+    except MemoryError:
+        _fail("there is not enough memory; a smaller --context needs less", 1)
     except BrokenPipeError:
         # The reader of our output has gone; nothing is left to say to it.
         sys.stderr.close()
         sys.exit(1)
 
 
-def _fail(error: Exception, code: int) -> None:
+def _fail(error: Exception | str, code: int) -> None:
     print(f"pilotfish: {error}", file=sys.stderr)
     sys.exit(code)

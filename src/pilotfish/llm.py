@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from pilotfish.program import BLOCK_SIZE, Backend
 from pilotfish.request import Request, SamplingParams
 
 Prompt = str | Sequence[int]
+
+DEFAULT_CONTEXT = 32768
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,9 @@ class Chunk:
 class LLM:
     """Loads a model once; every call may use another speculation, which changes the speed and nothing else.
 
-    `model` is a `.gguf` file, a Hugging Face directory or "demo". `context` caps the tokens of one request (the model's
-    own context by default). Raises InputError for anything wrong with the arguments or the files.
+    `model` is a `.gguf` file, a Hugging Face directory or "demo". `context` is the most tokens of one request; by default
+    the model's own context, at most 32,768, because a KV cache of that length must fit into memory. Raises InputError
+    for anything wrong with the arguments or the files.
     """
 
     def __init__(
@@ -90,7 +94,9 @@ class LLM:
                 "they do not belong together"
             )
         self._chat_template: ChatTemplate | None = None
-        program = decoder_program(self.config, context or self.config.context_length)
+        program = decoder_program(
+            self.config, min(self.config.context_length, DEFAULT_CONTEXT) if context is None else context
+        )
         # One full context always fits, and a tree for every request; several requests share what there is.
         num_blocks = -(-program.context_length // BLOCK_SIZE) + max_num_seqs * -(-MAX_DRAFT_TOKENS // BLOCK_SIZE)
         self.target = Target(
@@ -127,12 +133,16 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat: bool = False,
+        system: str | None = None,
         speculation: str | Speculation | None = None,
     ) -> list[Completion]:
-        """Complete all prompts in one batch; the answers come in the order of the prompts."""
+        """Complete all prompts in one batch; the answers come in the order of the prompts.
+
+        With `chat` a prompt is a user's message in the model's own template, after the `system` message if there is one.
+        """
         many = _as_many(prompts)
-        engine = self.engine(speculation)
-        requests = [engine.add(self.encode(prompt, chat), params or SamplingParams()) for prompt in many]
+        engine = self.engine(speculation, answers=chat)
+        requests = [engine.add(self.encode(prompt, chat, system), params or SamplingParams()) for prompt in many]
         texts = {request.id: "" for request in requests}
         for update in engine.run():
             texts[update.request.id] += update.text
@@ -144,11 +154,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat: bool = False,
+        system: str | None = None,
         speculation: str | Speculation | None = None,
     ) -> Iterator[Chunk]:
         """Complete one prompt and give its text as it comes."""
-        engine = self.engine(speculation)
-        request = engine.add(self.encode(prompt, chat), params or SamplingParams())
+        engine = self.engine(speculation, answers=chat)
+        request = engine.add(self.encode(prompt, chat, system), params or SamplingParams())
         text = ""
         for update in engine.run():
             text += update.text
@@ -156,15 +167,18 @@ class LLM:
             if update.tokens or completion:
                 yield Chunk(update.text, update.tokens, completion)
 
-    def engine(self, speculation: str | Speculation | None = None) -> Engine:
-        """A fresh engine over this model. Only one may run at a time: they share the KV cache."""
+    def engine(self, speculation: str | Speculation | None = None, answers: bool = False) -> Engine:
+        """A fresh engine over this model. Only one may run at a time: they share the KV cache.
+
+        The output is text that goes on after the prompt, or with `answers` a text of its own.
+        """
         chosen = self.speculation if speculation is None else _parse(speculation)
         return Engine(
             self.target,
             chosen.make(),
             chosen.k,
             max_num_seqs=self.max_num_seqs,
-            new_detokenizer=self.tokenizer.stream,
+            new_detokenizer=partial(self.tokenizer.stream, continuing=not answers),
         )
 
     def _completion(self, request: Request, text: str) -> Completion:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,15 +29,17 @@ class Keys:
         return key in self._values
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Raises InputError when the key is missing without a default, or is no whole number."""
+        """Raises InputError when the key is missing without a default, or is no whole number of 32 bits."""
         value: int = self._get(key, (int,), default, "a whole number")
+        if abs(value) >= 1 << 31:
+            raise InputError(f"{self._prefix}{key} is {short(value)}; it must fit in 32 bits")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Raises InputError when the key is missing without a default, or is no finite number."""
         value = self._get(key, (int, float), default, "a number")
-        if not math.isfinite(value):
-            raise InputError(f"{self._prefix}{key} is {value}; it must be finite")
+        if not abs(value) <= sys.float_info.max:
+            raise InputError(f"{self._prefix}{key} is {short(value)}; it must be finite")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:

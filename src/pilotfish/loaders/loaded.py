@@ -14,6 +14,7 @@ from pilotfish.config import ModelConfig, RopeScaling
 from pilotfish.errors import InputError
 from pilotfish.loaders.keys import short
 from pilotfish.loaders.tokenizer import TokenizerSource
+from pilotfish.models.decoder import expected_shapes
 from pilotfish.quant import Tensor, quantize, requantize
 
 WEIGHTS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_1"}
@@ -56,36 +57,6 @@ def map_file(path: Path) -> mmap.mmap:
         raise InputError("the file is empty") from None
 
 
-def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Canonical name and shape of each tensor that the model has."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (hidden,),
-        "q": (q_width, hidden),
-        "k": (kv_width, hidden),
-        "v": (kv_width, hidden),
-        "o": (hidden, q_width),
-        "mlp_norm": (hidden,),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
-    if config.attention_bias:
-        layer |= {"q_bias": (q_width,), "k_bias": (kv_width,), "v_bias": (kv_width,)}
-    if config.output_bias:
-        layer["o_bias"] = (hidden,)
-    if config.qk_norm:
-        layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
-    yield "embed", (config.vocab_size, hidden)
-    yield "norm", (hidden,)
-    if not config.tied_embeddings:
-        yield "head", (config.vocab_size, hidden)
-    for index in range(config.num_layers):
-        for name, shape in layer.items():
-            yield f"layers.{index}.{name}", shape
-
-
 def collect(config: ModelConfig, found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Give the tensors of a file their canonical names.
 
@@ -94,7 +65,7 @@ def collect(config: ModelConfig, found: Mapping[str, Tensor], names: Mapping[str
     """
     tensors: dict[str, Tensor] = {}
     left = dict(found)
-    for name, shape in tensor_shapes(config):
+    for name, shape in expected_shapes(config):
         layer = name.split(".")[1] if "." in name else ""
         file_name = names[name.rsplit(".", 1)[-1]].format(layer)
         tensor = left.pop(file_name, None)
@@ -147,8 +118,8 @@ def usable_context(stated: int, scaling: RopeScaling | None, window: int | None)
 
 
 def _check_scaling(scaling: RopeScaling) -> None:
-    if not scaling.factor > 0:
-        raise InputError(f"the rope scaling's factor is {scaling.factor}; it must be positive")
+    if not 0 < scaling.factor <= 1024:
+        raise InputError(f"the rope scaling's factor is {scaling.factor}; it must be positive and at most 1024")
     if scaling.kind in ("llama3", "yarn") and scaling.original_context < 1:
         raise InputError(f"the rope scaling's original context is {scaling.original_context}; it must be at least 1")
     if not 0 < scaling.low_freq_factor < scaling.high_freq_factor:

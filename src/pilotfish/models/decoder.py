@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from pilotfish.config import ModelConfig
 from pilotfish.errors import InputError
@@ -22,7 +22,6 @@ from pilotfish.program import (
     RopeKV,
     Tap,
 )
-from pilotfish.quant import Tensor
 
 
 def decoder_program(
@@ -115,13 +114,13 @@ def _check_ascending(what: str, indices: Sequence[int], last: int) -> None:
         raise InputError(f"{what} {listed} were asked for; they must ascend and lie within 0 to {last}")
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor the decoder uses: matrices [outputs, inputs], vectors [n]."""
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor the decoder uses, one by one: matrices [outputs, inputs], vectors [n].
+
+    An iterator, because a damaged file may claim any number of layers.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "norm": (hidden,)}
-    if not config.tied_embeddings:
-        shapes["head"] = (config.vocab_size, hidden)
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (hidden,),
         "q": (queries, hidden),
@@ -139,19 +138,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer["o_bias"] = (hidden,)
     if config.qk_norm:
         layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    yield "embed", (config.vocab_size, hidden)
+    yield "norm", (hidden,)
+    if not config.tied_embeddings:
+        yield "head", (config.vocab_size, hidden)
     for index in range(config.num_layers):
-        shapes |= {f"layers.{index}.{tensor}": shape for tensor, shape in layer.items()}
-    return shapes
-
-
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise InputError unless `tensors` are exactly what the decoder uses: one more would be silently ignored."""
-    expected = expected_shapes(config)
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise InputError(f"the model lacks the tensor {name} of shape {list(shape)}")
-        if tensors[name].shape != shape:
-            raise InputError(f"the model's tensor {name} has shape {list(tensors[name].shape)}, not {list(shape)}")
-    for name in tensors:
-        if name not in expected:
-            raise InputError(f"the model has a tensor {name}, which a {config.architecture} model does not use")
+        for name, shape in layer.items():
+            yield f"layers.{index}.{name}", shape

@@ -1,0 +1,250 @@
+"""Programs on the CPU: one C++ call for each forward pass, on its own threads, with the interpreter lock released."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+import pilotfish._native as _native
+from pilotfish.errors import InputError
+from pilotfish.program import (
+    KV,
+    Attention,
+    Embed,
+    Floats,
+    GatedAct,
+    Gather,
+    Head,
+    KVShape,
+    Linear,
+    Norm,
+    Op,
+    Program,
+    Result,
+    RopeKV,
+    Tap,
+)
+from pilotfish.quant import Tensor
+from pilotfish.tree import TreeBatch
+
+PATH_VARIABLE = "PILOTFISH_PATH"
+
+
+class NativeBackend:
+    """Interprets programs with the kernels of one instruction-set path.
+
+    `threads` is the number of threads that compute, by default all cores this process may use. `path` is avx512, avx2
+    or portable, by default what the environment variable PILOTFISH_PATH says, else the best this machine runs. All
+    paths and numbers of threads give the same bits. A process forked from the one that made the backend can not use it.
+    """
+
+    name = "native"
+
+    def __init__(self, threads: int | None = None, path: str | None = None) -> None:
+        """Raise InputError when the machine lacks the path or there would be no thread."""
+        self.path = _choose_path(path or os.environ.get(PATH_VARIABLE) or None)
+        self.threads = _usable_cores() if threads is None else threads
+        if self.threads < 1:
+            raise InputError(f"{self.threads} threads were asked for; at least 1 is needed")
+        self._pool = _native.Pool(self.threads)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
+        """Matrices in panels for the kernels, vectors as float32: value for value what the tensors hold."""
+        return {name: _load(name, tensor) for name, tensor in tensors.items()}
+
+    def new_kv(self, shape: KVShape, num_blocks: int) -> KV:
+        """All slots zero; memory is taken from the system as blocks are first written."""
+        return cast(KV, _native.Kv(shape.layers, shape.kv_heads, shape.head_dim, num_blocks))
+
+    def prepare(self, program: Program, weights: Mapping[str, object]) -> NativeExecutable:
+        """Raise InputError when the program's tensors are missing or of another shape."""
+        native = _native.Executable(
+            self.path,
+            self._pool,
+            program.num_heads,
+            program.kv.kv_heads,
+            program.kv.head_dim,
+            program.kv.layers,
+            program.vocab_size,
+            np.ascontiguousarray(program.rope_cos, np.float32),
+            np.ascontiguousarray(program.rope_sin, np.float32),
+            list(program.widths.values()),
+        )
+        binder = _Binder(program, weights, native)
+        for op in program.ops:
+            binder.bind(op)
+        return NativeExecutable(native, program.vocab_size, binder.has_head, binder.tap_widths)
+
+
+class NativeExecutable:
+    """A program bound to weights. Passes from several threads come one after the other."""
+
+    def __init__(self, native: Any, vocab_size: int, has_head: bool, tap_widths: Sequence[int]) -> None:
+        self._native = native
+        self._vocab_size = vocab_size
+        self._has_head = has_head
+        self._tap_widths = tuple(tap_widths)
+
+    def forward(self, batch: TreeBatch, kv: KV, logits: bool) -> Result:
+        """One pass through the weights. Writes the KV of every row; gives logits only when asked.
+
+        Raise ValueError when the batch points outside the vocabulary, the context, the block tables or the cache.
+        """
+        wanted = len(batch.logit_rows) if self._has_head else 0
+        argmax = np.empty(wanted, np.int32)
+        scores: Floats | None = np.empty((wanted, self._vocab_size), np.float32) if logits else None
+        taps: tuple[Floats, ...] = tuple(np.empty((batch.num_rows, width), np.float32) for width in self._tap_widths)
+        self._native.forward(
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+            batch.prefix_lens,
+            batch.path_starts,
+            batch.path_slots,
+            batch.row_starts,
+            batch.block_tables,
+            batch.logit_rows,
+            kv,
+            argmax,
+            scores,
+            taps,
+        )
+        return Result(argmax, scores, taps)
+
+
+class _Binder:
+    """Translates operations for the native interpreter, which trusts buffers and shapes: they are checked here."""
+
+    def __init__(self, program: Program, weights: Mapping[str, object], native: Any) -> None:
+        self.program = program
+        self.weights = weights
+        self.native = native
+        self.numbers = {name: number for number, name in enumerate(program.widths)}
+        self.written: dict[str, bool] = {}  # buffers written so far; whether they hold only the wanted rows
+        self.tap_widths: list[int] = []
+        self.has_head = False
+
+    def bind(self, op: Op) -> None:
+        native, widths, head_dim = self.native, self.program.widths, self.program.kv.head_dim
+        match op:
+            case Embed():
+                weight = self.matrix(op.weight, (self.program.vocab_size, widths[op.out]))
+                native.embed(weight, self.write(op.out, False))
+            case Norm():
+                x, weight = self.read(op.x), self.vector(op.weight, widths[op.x])
+                native.norm(x, weight, op.eps, self.write(op.out, self.written[op.x], widths[op.x]))
+            case Linear():
+                self.linear(op)
+            case RopeKV():
+                norms = [None if name is None else self.vector(name, head_dim) for name in (op.q_norm, op.k_norm)]
+                native.rope_kv(self.qkv(op.qkv, op.layer), op.layer, *norms, op.eps)
+            case Attention():
+                out = self.write(op.out, False, self.program.num_heads * head_dim)
+                native.attention(self.qkv(op.qkv, op.layer), op.layer, out)
+            case GatedAct():
+                _need(widths[op.x] % 2 == 0, f"{op.x} is [gate | up] but its width is odd")
+                native.gated(self.read(op.x), self.write(op.out, self.written[op.x], widths[op.x] // 2))
+            case Tap():
+                native.tap(self.read(op.x, False))
+                self.tap_widths.append(widths[op.x])
+            case Gather():
+                native.gather(self.read(op.x, False), self.write(op.out, True, widths[op.x]))
+            case Head():
+                _need(not self.has_head, "there are two heads")
+                native.head(self.read(op.x, True), self.matrix(op.weight, (self.program.vocab_size, widths[op.x])))
+                self.has_head = True
+
+    def linear(self, op: Linear) -> None:
+        parts, columns = [], []
+        for part in op.parts:
+            weight = self.matrix(part.weight, (None, self.program.widths[op.x]))
+            bias = None if part.bias is None else self.vector(part.bias, weight.outputs)
+            parts.append((weight, bias, part.column))
+            columns.append((part.column, part.column + weight.outputs))
+        columns.sort()
+        ends = [0, *(end for _, end in columns)]
+        starts = [*(start for start, _ in columns), self.program.widths[op.out]]
+        _need(all(e <= s for e, s in zip(ends, starts, strict=True)), f"the parts do not fit side by side in {op.out}")
+        _need(op.out != op.x, f"a linear reads and writes {op.x}")
+        x = self.read(op.x)
+        if op.add:
+            self.read(op.out, self.written[op.x])
+        self.native.linear(x, parts, self.write(op.out, self.written[op.x]), op.add)
+
+    def qkv(self, name: str, layer: int) -> int:
+        shape = self.program.kv
+        _need(self.program.num_heads % shape.kv_heads == 0, "the heads are no multiple of the key-value heads")
+        width = (self.program.num_heads + 2 * shape.kv_heads) * shape.head_dim
+        _need(self.program.widths[name] == width, f"{name} is [q | k | v] but not {width} wide")
+        _need(0 <= layer < shape.layers, f"there is no KV layer {layer}")
+        return self.read(name, False)
+
+    def read(self, name: str, only_wanted: bool | None = None) -> int:
+        _need(name in self.written, f"{name} is read before it is written")
+        if only_wanted is not None:
+            _need(self.written[name] == only_wanted, f"{name} holds the wrong rows: see Gather")
+        return self.numbers[name]
+
+    def write(self, name: str, only_wanted: bool, width: int | None = None) -> int:
+        _need(self.written.setdefault(name, only_wanted) == only_wanted, f"{name} is used for all and for wanted rows")
+        _need(width in (None, self.program.widths[name]), f"{name} should be {width} wide")
+        return self.numbers[name]
+
+    def matrix(self, name: str, shape: tuple[int | None, int]) -> Any:
+        weight = self.tensor(name)
+        if not isinstance(weight, _native.Weight):
+            raise InputError(f"the tensor {name} has one dimension; it should be a matrix")
+        found = (weight.outputs, weight.inputs)
+        if found != (found[0] if shape[0] is None else shape[0], shape[1]):
+            wanted = ["any" if size is None else size for size in shape]
+            raise InputError(f"the tensor {name} has shape {list(found)}, not {wanted}".replace("'", ""))
+        return weight
+
+    def vector(self, name: str, size: int) -> NDArray[np.float32]:
+        weight = self.tensor(name)
+        found = list(weight.shape) if isinstance(weight, np.ndarray) else [weight.outputs, weight.inputs]
+        if found != [size]:
+            raise InputError(f"the tensor {name} has shape {found}, not {[size]}")
+        return cast(NDArray[np.float32], weight)
+
+    def tensor(self, name: str) -> Any:
+        if name not in self.weights:
+            raise InputError(f"the model lacks the tensor {name}")
+        return self.weights[name]
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"this is no program: {what}")
+
+
+def _load(name: str, tensor: Tensor) -> object:
+    if len(tensor.shape) == 1:
+        return np.ascontiguousarray(tensor.dequantize(), np.float32)
+    if len(tensor.shape) != 2:
+        raise InputError(f"the tensor {name} has {len(tensor.shape)} dimensions; only 1 and 2 are supported")
+    try:
+        return _native.pack(tensor.kind, *tensor.shape, tensor.data)
+    except ValueError as error:
+        raise InputError(f"the tensor {name}: {error}") from error
+
+
+def _choose_path(wanted: str | None) -> str:
+    runnable: list[str] = _native.path_names()
+    if wanted is None:
+        return runnable[0]
+    if wanted not in runnable:
+        raise InputError(
+            f"the instruction-set path {wanted!r} does not run here; this machine runs {', '.join(runnable)}"
+        )
+    return wanted
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
