@@ -176,6 +176,10 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def description(self) -> str:
+        """What computes, in words: for benchmarks."""
+
     def load(self, tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
         """Bring tensors into the layout of this backend's kernels, value for value."""
 

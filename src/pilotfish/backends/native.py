@@ -47,10 +47,15 @@ class NativeBackend:
     def __init__(self, threads: int | None = None, path: str | None = None) -> None:
         """Raise InputError when the machine lacks the path or there would be no thread."""
         self.path = _choose_path(path or os.environ.get(PATH_VARIABLE) or None)
-        self.threads = _usable_cores() if threads is None else threads
-        if self.threads < 1:
-            raise InputError(f"{self.threads} threads were asked for; at least 1 is needed")
-        self._pool = _native.Pool(self.threads)
+        self._pool = _native.Pool(_choose_threads(threads))
+
+    @property
+    def threads(self) -> int:
+        return cast(int, self._pool.threads)
+
+    @property
+    def description(self) -> str:
+        return f"{self.path} kernels, {self.threads} threads"
 
     def load(self, tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
         """Matrices in panels for the kernels, vectors as float32: value for value what the tensors hold."""
@@ -233,8 +238,13 @@ def _load(name: str, tensor: Tensor) -> object:
         raise InputError(f"the tensor {name}: {error}") from error
 
 
+def path_names() -> list[str]:
+    """The instruction-set paths that this machine runs, best first."""
+    return list(_native.path_names())
+
+
 def _choose_path(wanted: str | None) -> str:
-    runnable: list[str] = _native.path_names()
+    runnable = path_names()
     if wanted is None:
         return runnable[0]
     if wanted not in runnable:
@@ -244,7 +254,14 @@ def _choose_path(wanted: str | None) -> str:
     return wanted
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _choose_threads(wanted: int | None) -> int:
+    if wanted is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if wanted < 1:
+        raise InputError(f"{wanted} threads were asked for; at least 1 is needed")
+    return wanted
+
+
+def read_gb_per_s(threads: int | None = None) -> float:
+    """How fast this many threads read memory: plain decoding can not be faster than this over the bytes of weights."""
+    return cast(float, _native.Pool(_choose_threads(threads)).read_gb_per_s())

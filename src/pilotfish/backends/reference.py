@@ -60,6 +60,7 @@ class ReferenceBackend:
     """Interprets programs with one NumPy expression per operation."""
 
     name = "reference"
+    description = "reference (NumPy)"
 
     def load(self, tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
         """Every tensor dequantised to float32, embeddings included."""

@@ -1,0 +1,42 @@
+# The only commands, the same for a person and for CI. PYTHON picks the interpreter of the fresh environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: install install-dev demo test check bench clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard src/pilotfish/*.py src/pilotfish/*/*.py)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/python scripts/demo.py
+
+check: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
+
+test: check
+	$(BIN)/python -m pytest
+
+bench: install
+	$(BIN)/pilotfish bench curve demo
+	$(BIN)/pilotfish bench decode demo --prompts benchmarks/prompts.jsonl --speculation ngram
+
+clean:
+	rm -rf $(VENV) build

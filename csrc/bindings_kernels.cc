@@ -1,0 +1,133 @@
+// Packed weights, and the kernels one by one for the tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+#include "pack.h"
+
+namespace nb = nanobind;
+using namespace pilotfish;
+
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Result = nb::ndarray<nb::numpy, T>;
+
+template <typename T>
+Result<T> to_numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
+  auto* owned = new std::vector<T>(std::move(values));
+  const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return Result<T>(owned->data(), shape, owner);
+}
+
+const Kernels& kernels_of(const std::string& path) {
+  int count;
+  const Path* all = paths(&count);
+  for (int i = 0; i < count; ++i)
+    if (all[i].runs && path == all[i].kernels->path) return *all[i].kernels;
+  throw std::invalid_argument("this machine has no kernel path " + path);
+}
+
+std::vector<std::string> path_names() {
+  int count;
+  const Path* all = paths(&count);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i)
+    if (all[i].runs) names.emplace_back(all[i].kernels->path);
+  return names;
+}
+
+PackedWeight pack_bytes(const std::string& kind, int outputs, int inputs, Bytes data) {
+  constexpr size_t kWorthAThread = 1 << 20;
+  const size_t most = data.size() / kWorthAThread + 1;
+  const int threads = static_cast<int>(std::min<size_t>(most, std::max(1u, std::thread::hardware_concurrency())));
+  const nb::gil_scoped_release release;
+  return pack(kind, outputs, inputs, data.data(), data.size(), threads);
+}
+
+Result<float> row_of(const PackedWeight& packed, int row) {
+  if (row < 0 || row >= packed.weight.outputs) throw std::out_of_range("the weight has no such row");
+  std::vector<float> values(static_cast<size_t>(packed.weight.inputs));
+  unpack_row(packed.weight, row, values.data());
+  const size_t size = values.size();
+  return to_numpy(std::move(values), {size});
+}
+
+struct Quantized {
+  std::vector<int8_t> q;
+  std::vector<float> scale;
+  std::vector<int32_t> sums;
+
+  Quantized(const Kernels& kernels, const float* x, size_t rows, size_t inputs)
+      : q(rows * inputs), scale(rows * inputs / kGroup), sums(rows * inputs / (kGroup / 2)) {
+    for (size_t row = 0; row < rows; ++row)
+      kernels.quantize(x + row * inputs, static_cast<int>(inputs), &q[row * inputs], &scale[row * inputs / kGroup],
+                       &sums[row * inputs / (kGroup / 2)]);
+  }
+};
+
+std::tuple<Result<int8_t>, Result<float>, Result<int32_t>> quantize(const std::string& path, Vector x) {
+  if (x.size() % kGroup != 0 || x.size() == 0) throw std::invalid_argument("x must hold whole groups of 32");
+  Quantized rows(kernels_of(path), x.data(), 1, x.size());
+  const size_t n = x.size();
+  return {to_numpy(std::move(rows.q), {n}), to_numpy(std::move(rows.scale), {n / kGroup}),
+          to_numpy(std::move(rows.sums), {n / (kGroup / 2)})};
+}
+
+Result<float> linear(const std::string& path, const PackedWeight& packed, Matrix x, std::optional<Vector> bias,
+                     std::optional<Matrix> out) {
+  const Kernels& kernels = kernels_of(path);
+  const Weight& weight = packed.weight;
+  const size_t rows = x.shape(0), inputs = static_cast<size_t>(weight.inputs);
+  const size_t outputs = static_cast<size_t>(weight.outputs);
+  if (x.shape(1) != inputs) throw std::invalid_argument("x must be [rows, inputs]");
+  if (bias && bias->size() != outputs) throw std::invalid_argument("bias must be [outputs]");
+  if (out && (out->shape(0) != rows || out->shape(1) != outputs))
+    throw std::invalid_argument("out must be [rows, outputs]");
+  std::vector<float> result(rows * outputs);
+  if (out) std::copy_n(out->data(), result.size(), result.begin());
+  const Quantized quantized(kernels, x.data(), weight.scales == Scales::kNone ? 0 : rows, inputs);
+  const Rows input{x.data(), weight.inputs, quantized.q.data(), quantized.scale.data(), quantized.sums.data()};
+  kernels.linear(weight, input, 0, static_cast<int>(rows), 0, weight.panels, bias ? bias->data() : nullptr,
+                 result.data(), weight.outputs, out.has_value());
+  return to_numpy(std::move(result), {rows, outputs});
+}
+
+std::tuple<int, float> argmax(const std::string& path, Vector x) {
+  if (x.size() == 0) throw std::invalid_argument("argmax of nothing");
+  float best;
+  const int index = kernels_of(path).argmax(x.data(), static_cast<int>(x.size()), &best);
+  return {index, best};
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  nb::class_<PackedWeight>(m, "Weight")
+      .def_ro("kind", &PackedWeight::kind)
+      .def_prop_ro("outputs", [](const PackedWeight& packed) { return packed.weight.outputs; })
+      .def_prop_ro("inputs", [](const PackedWeight& packed) { return packed.weight.inputs; })
+      .def_prop_ro("nbytes", &PackedWeight::bytes)
+      .def("unpack_row", row_of, nb::arg("row"));
+  m.def("pack", pack_bytes, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("data"));
+  m.def("path_names", path_names);
+  m.def("quantize", quantize, nb::arg("path"), nb::arg("x"));
+  m.def("linear", linear, nb::arg("path"), nb::arg("weight"), nb::arg("x"), nb::arg("bias") = nb::none(),
+        nb::arg("out") = nb::none());
+  m.def("argmax", argmax, nb::arg("path"), nb::arg("x"));
+}

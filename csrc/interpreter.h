@@ -1,0 +1,219 @@
+// Programs (program.py) on the CPU: operations over buffers [rows, width], one call for a forward pass.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <variant>
+#include <vector>
+
+#include "kernels.h"
+#include "kv.h"
+#include "pool.h"
+
+namespace pilotfish {
+
+// Memory that only grows; its content does not survive growing.
+template <class T>
+class Scratch {
+ public:
+  T* data() const { return data_.get(); }
+  void reserve(size_t count) {
+    if (count <= count_) return;
+    data_.reset();
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+    if (!data_) throw std::bad_alloc();
+    count_ = count;
+  }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  size_t count_ = 0;
+};
+
+// Panels that one thread computes at a time, of one of the matrices of an operation.
+struct Share {
+  int part, panel0, panel1;
+};
+
+// The operations of program.py; buffers by number, vectors by value. An empty vector is one that the program lacks.
+struct Embed {
+  const Weight* weight;
+  int out;
+};
+struct Norm {
+  int x;
+  std::vector<float> weight;
+  float eps;
+  int out;
+};
+struct Part {
+  const Weight* weight;
+  std::vector<float> bias;
+  int column;
+};
+struct Linear {
+  int x;
+  std::vector<Part> parts;
+  int out;
+  bool add;
+  bool quantize = false;  // x as the operation before left it has no integers yet
+  std::vector<Share> shares = {};
+};
+struct RopeKv {
+  int qkv, layer;
+  std::vector<float> q_norm, k_norm;
+  float eps;
+};
+struct Attention {
+  int qkv, layer, out;
+};
+struct Gated {
+  int x, out;
+};
+struct Tap {
+  int x;
+  int index = 0;  // among the taps
+};
+struct Gather {
+  int x, out;
+};
+struct Head {
+  int x;
+  const Weight* weight;
+  bool quantize = false;
+  std::vector<Share> shares = {};
+};
+using Op = std::variant<Embed, Norm, Linear, RopeKv, Attention, Gated, Tap, Gather, Head>;
+
+// What attention and rotation need to know of a model.
+struct Shape {
+  int heads, kv_heads, head_dim, layers, vocab, context;
+  const float* cos;  // [context, head_dim / 2]
+  const float* sin;
+};
+
+// The arrays of a TreeBatch (tree.py).
+struct Batch {
+  int rows, requests, wanted, paths, table_blocks;
+  const int32_t* tokens;        // [rows]
+  const int32_t* positions;     // [rows]
+  const int32_t* slots;         // [rows]
+  const int32_t* prefix_lens;   // [rows]
+  const int32_t* path_starts;   // [rows + 1]
+  const int32_t* path_slots;    // [paths]
+  const int32_t* row_starts;    // [requests + 1]
+  const int32_t* block_tables;  // [requests, table_blocks]
+  const int32_t* logit_rows;    // [wanted]
+
+  // Throws std::invalid_argument unless every index stays within the model, the cache and these arrays.
+  void check(const Shape& shape, const Kv& kv) const;
+};
+
+// Where a forward pass leaves its results.
+struct Output {
+  int32_t* argmax;           // [wanted]
+  float* logits;             // [wanted, vocab], or nullptr when nobody asks
+  std::vector<float*> taps;  // each [rows, width]
+};
+
+// A program bound to weights, which must outlive it.
+class Executable {
+ public:
+  // `widths` are those of the buffers.
+  Executable(const Kernels& kernels, Pool& pool, const Shape& shape, const std::vector<int>& widths);
+
+  // Appends an operation; native.py has checked that its buffers and weights fit.
+  void add(Op op);
+
+  const Shape& shape() const { return shape_; }
+  const std::vector<int>& tap_widths() const { return tap_widths_; }
+
+  // Passes from several callers come one after the other.
+  void forward(const Batch& batch, Kv& kv, const Output& output);
+
+ private:
+  struct Buffer {
+    int width;
+    bool integers = false;        // some linear reads it as integers, so whoever writes a row quantises it
+    bool from_linear = false;     // the last to write it was a linear, which leaves no whole rows behind
+    bool wanted_only = false;     // holds the rows of the head only
+    Scratch<float> x;             // [rows, width]
+    Scratch<int8_t> q;            // [rows, width]
+    Scratch<float> scale;         // [rows, width / 32]
+    Scratch<int32_t> sums;        // [rows, width / 16]
+
+    float* row(int index) const { return x.data() + static_cast<size_t>(index) * width; }
+    Rows rows() const { return {x.data(), width, q.data(), scale.data(), sums.data()}; }
+  };
+
+  // Consecutive rows of one request whose attention is one task for each kv head and chunk.
+  struct Span {
+    int request, row0, row1, chunks;
+    size_t part;          // its parts [chunks, row1 - row0, heads, part_stride_] in parts_
+    size_t chunk_floats;  // of the parts of one chunk
+  };
+  struct Task {
+    int span, chunk;
+  };
+  // Spans whose parts are in memory at the same time.
+  struct Wave {
+    int row0, row1, task0, task1;
+  };
+
+  void reserve(const Batch& batch, bool logits);
+  void plan_attention(const Batch& batch);
+  void plan_tasks(int span0, int span1);
+  bool needs_integers(int x, const Weight& weight);
+  std::vector<Share> share(const std::vector<Part>& parts) const;
+  int rows(const Buffer& buffer) const { return buffer.wanted_only ? batch_->wanted : batch_->rows; }
+  void quantize(const Buffer& buffer, int row) const;
+  void quantize_all(const Buffer& buffer, Pool::Member& member) const;
+  template <class Body>
+  void each_row(Pool::Member& member, int rows, int width, const Body& body) const;
+  void multiply(const Weight& weight, const Buffer& x, const float* bias, int panel0, int panel1, float* out,
+                int stride, bool add) const;
+  void choose() const;
+
+  void run(const Embed& op, Pool::Member& member);
+  void run(const Norm& op, Pool::Member& member);
+  void run(const Linear& op, Pool::Member& member);
+  void run(const RopeKv& op, Pool::Member& member);
+  void run(const Attention& op, Pool::Member& member);
+  void run(const Gated& op, Pool::Member& member);
+  void run(const Tap& op, Pool::Member& member);
+  void run(const Gather& op, Pool::Member& member);
+  void run(const Head& op, Pool::Member& member);
+
+  const Kernels& kernels_;
+  Pool& pool_;
+  const Shape shape_;
+  const size_t part_stride_;
+  const size_t attend_scratch_;
+  std::vector<Buffer> buffers_;
+  std::vector<Op> ops_;
+  std::vector<int> tap_widths_;
+
+  // Of the pass that runs now.
+  std::mutex one_pass_;
+  const Batch* batch_ = nullptr;
+  Kv* kv_ = nullptr;
+  const Output* output_ = nullptr;
+  std::vector<int> requests_;  // of each row
+  std::vector<int> spans_of_rows_;
+  std::vector<Span> spans_;
+  std::vector<Task> tasks_;
+  std::vector<Wave> waves_;
+  Scratch<float> parts_;
+  Scratch<float> scores_;  // [threads, attend_scratch_]
+  Scratch<float> logits_;  // [threads, wanted, outputs of a share], when nobody asks for logits
+  std::vector<float> best_;    // [shares, wanted]
+  std::vector<int> best_ids_;  // [shares, wanted]
+};
+
+}  // namespace pilotfish
