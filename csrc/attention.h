@@ -87,19 +87,36 @@ inline void multiply(int pairs, const float* const* b, const uint16_t* const* a,
   const int size = group_size(pairs);
   for (int p = 0; p < pairs; p += size) {
     switch (pairs - p < size ? pairs - p : size) {
-      case 1: multiply_vectors<1>(b + p, a, vectors, stride, steps, out + p); break;
-      case 2: multiply_vectors<2>(b + p, a, vectors, stride, steps, out + p); break;
-      case 3: multiply_vectors<3>(b + p, a, vectors, stride, steps, out + p); break;
-      case 4: multiply_vectors<4>(b + p, a, vectors, stride, steps, out + p); break;
+      case 1:
+        multiply_vectors<1>(b + p, a, vectors, stride, steps, out + p);
+        break;
+      case 2:
+        multiply_vectors<2>(b + p, a, vectors, stride, steps, out + p);
+        break;
+      case 3:
+        multiply_vectors<3>(b + p, a, vectors, stride, steps, out + p);
+        break;
+      case 4:
+        multiply_vectors<4>(b + p, a, vectors, stride, steps, out + p);
+        break;
 #if defined(PF_AVX512) || defined(PF_AVX2)
-      case 5: multiply_vectors<5>(b + p, a, vectors, stride, steps, out + p); break;
-      case 6: multiply_vectors<6>(b + p, a, vectors, stride, steps, out + p); break;
+      case 5:
+        multiply_vectors<5>(b + p, a, vectors, stride, steps, out + p);
+        break;
+      case 6:
+        multiply_vectors<6>(b + p, a, vectors, stride, steps, out + p);
+        break;
 #endif
 #if defined(PF_AVX512)
-      case 7: multiply_vectors<7>(b + p, a, vectors, stride, steps, out + p); break;
-      case 8: multiply_vectors<8>(b + p, a, vectors, stride, steps, out + p); break;
+      case 7:
+        multiply_vectors<7>(b + p, a, vectors, stride, steps, out + p);
+        break;
+      case 8:
+        multiply_vectors<8>(b + p, a, vectors, stride, steps, out + p);
+        break;
 #endif
-      default: break;
+      default:
+        break;
     }
   }
 }

@@ -125,8 +125,7 @@ void bind_executable(nb::module_& m) {
           },
           "qkv"_a, "layer"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a)
       .def(
-          "attention",
-          [](Executable& self, int qkv, int layer, int out) { self.add(Attention{qkv, layer, out}); },
+          "attention", [](Executable& self, int qkv, int layer, int out) { self.add(Attention{qkv, layer, out}); },
           "qkv"_a, "layer"_a, "out"_a)
       .def(
           "gated", [](Executable& self, int x, int out) { self.add(Gated{x, out}); }, "x"_a, "out"_a)
@@ -135,8 +134,8 @@ void bind_executable(nb::module_& m) {
       .def(
           "gather", [](Executable& self, int x, int out) { self.add(Gather{x, out}); }, "x"_a, "out"_a)
       .def(
-          "head", [](Executable& self, int x, const PackedWeight& weight) { self.add(Head{x, &weight.weight}); },
-          "x"_a, "weight"_a, nb::keep_alive<1, 3>())
+          "head", [](Executable& self, int x, const PackedWeight& weight) { self.add(Head{x, &weight.weight}); }, "x"_a,
+          "weight"_a, nb::keep_alive<1, 3>())
       .def("forward", &forward, "tokens"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
            "prefix_lens"_a.noconvert(), "path_starts"_a.noconvert(), "path_slots"_a.noconvert(),
            "row_starts"_a.noconvert(), "block_tables"_a.noconvert(), "logit_rows"_a.noconvert(), "kv"_a,

@@ -12,12 +12,12 @@ namespace pilotfish {
 
 namespace {
 
-constexpr size_t kShareBytes = 128 << 10;   // of weights: long enough a stream, small against the caches
-constexpr int kSharesPerThread = 4;         // at least, so that small matrices divide evenly too
-constexpr size_t kRowBytes = 128 << 10;     // of input rows that meet one share while both are in the cache
-constexpr int kSpanRows = 16;               // rows of a request that attend together
-constexpr size_t kSmallWork = 8 << 10;      // numbers in rows that take one thread no longer than waiting for another
-constexpr size_t kPartFloats = 4 << 20;     // of attention parts in memory at the same time
+constexpr size_t kShareBytes = 128 << 10;  // of weights: long enough a stream, small against the caches
+constexpr int kSharesPerThread = 4;        // at least, so that small matrices divide evenly too
+constexpr size_t kRowBytes = 128 << 10;    // of input rows that meet one share while both are in the cache
+constexpr int kSpanRows = 16;              // rows of a request that attend together
+constexpr size_t kSmallWork = 2 << 10;     // numbers in rows that are done sooner than another thread would have come
+constexpr size_t kPartFloats = 4 << 20;    // of attention parts in memory at the same time
 
 bool is_integer(const Weight& weight) { return weight.scales != Scales::kNone; }
 
@@ -113,6 +113,7 @@ void Executable::add(Op op) {
   };
   if (auto* embed = std::get_if<Embed>(&op)) wrote(embed->out, -1, false);
   if (auto* norm = std::get_if<Norm>(&op)) wrote(norm->out, norm->x, false);
+  if (auto* rope = std::get_if<RopeKv>(&op)) buffers_[rope->qkv].from_linear = true;
   if (auto* attention = std::get_if<Attention>(&op)) wrote(attention->out, attention->qkv, false);
   if (auto* gated = std::get_if<Gated>(&op)) wrote(gated->out, gated->x, false);
   if (auto* gather = std::get_if<Gather>(&op)) {
@@ -302,14 +303,10 @@ void Executable::run(const Attention& op, Pool::Member& member) {
     member.phase(tasks * shape_.kv_heads, [&](int item) {
       const Task& task = tasks_[wave.task0 + item % tasks];
       const Span& span = spans_[task.span];
-      const AttentionRows rows = {qkv.x.data(),
-                                  qkv.width,
-                                  shape_.heads,
-                                  batch_->positions,
-                                  batch_->prefix_lens,
-                                  batch_->path_starts,
-                                  batch_->path_slots,
-                                  batch_->block_tables + span.request * batch_->table_blocks};
+      const AttentionRows rows = {qkv.x.data(),        qkv.width,
+                                  shape_.heads,        batch_->positions,
+                                  batch_->prefix_lens, batch_->path_starts,
+                                  batch_->path_slots,  batch_->block_tables + span.request * batch_->table_blocks};
       float* part = parts_.data() + span.part + span.chunk_floats * task.chunk;
       kernels_.attend(rows, kv, span.row0, span.row1, item / tasks, task.chunk, scale, part, part_stride_, scratch);
     });
@@ -363,8 +360,8 @@ void Executable::run(const Head& op, Pool::Member& member) {
     multiply(weight, x, nullptr, 0, weight.panels, logits, stride, false);
     for (int row = 0; row < wanted; ++row) {
       const size_t best = static_cast<size_t>(index) * wanted + row;
-      best_ids_[best] =
-          share.panel0 * kPanel + kernels_.argmax(logits + static_cast<size_t>(row) * stride, weight.outputs, &best_[best]);
+      best_ids_[best] = share.panel0 * kPanel +
+                        kernels_.argmax(logits + static_cast<size_t>(row) * stride, weight.outputs, &best_[best]);
     }
   });
 }

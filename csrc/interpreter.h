@@ -22,6 +22,7 @@ class Scratch {
   void reserve(size_t count) {
     if (count <= count_) return;
     data_.reset();
+    count_ = 0;
     const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
     data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
     if (!data_) throw std::bad_alloc();
@@ -140,13 +141,13 @@ class Executable {
  private:
   struct Buffer {
     int width;
-    bool integers = false;        // some linear reads it as integers, so whoever writes a row quantises it
-    bool from_linear = false;     // the last to write it was a linear, which leaves no whole rows behind
-    bool wanted_only = false;     // holds the rows of the head only
-    Scratch<float> x;             // [rows, width]
-    Scratch<int8_t> q;            // [rows, width]
-    Scratch<float> scale;         // [rows, width / 32]
-    Scratch<int32_t> sums;        // [rows, width / 16]
+    bool integers = false;     // some linear reads it as integers, so whoever writes a row quantises it
+    bool from_linear = false;  // the last to write it was a linear, which leaves no whole rows behind
+    bool wanted_only = false;  // holds the rows of the head only
+    Scratch<float> x;          // [rows, width]
+    Scratch<int8_t> q;         // [rows, width]
+    Scratch<float> scale;      // [rows, width / 32]
+    Scratch<int32_t> sums;     // [rows, width / 16]
 
     float* row(int index) const { return x.data() + static_cast<size_t>(index) * width; }
     Rows rows() const { return {x.data(), width, q.data(), scale.data(), sums.data()}; }
@@ -210,8 +211,8 @@ class Executable {
   std::vector<Task> tasks_;
   std::vector<Wave> waves_;
   Scratch<float> parts_;
-  Scratch<float> scores_;  // [threads, attend_scratch_]
-  Scratch<float> logits_;  // [threads, wanted, outputs of a share], when nobody asks for logits
+  Scratch<float> scores_;      // [threads, attend_scratch_]
+  Scratch<float> logits_;      // [threads, wanted, outputs of a share], when nobody asks for logits
   std::vector<float> best_;    // [shares, wanted]
   std::vector<int> best_ids_;  // [shares, wanted]
 };

@@ -11,9 +11,9 @@
 
 namespace pilotfish {
 
-// The caller and threads - 1 workers. A run is a sequence of phases; the items of a phase go to whoever comes first, and
-// the phase is done when its items are. Nobody waits for a thread that holds no item: on a busy machine a worker may
-// come late, or not at all, and the run goes on without it.
+// The caller and threads - 1 workers. A run is a sequence of phases; the items of a phase go to whoever comes first,
+// and the phase is done when its items are. Nobody waits for a thread that holds no item: on a busy machine a worker
+// may come late, or not at all, and the run goes on without it.
 class Pool {
  public:
   // One thread of a run.
@@ -80,11 +80,11 @@ class Pool {
   uint32_t first_phase_ = 0;
   std::atomic<bool> stop_{false};
   // Each on a cache line of its own: one is written while the others are watched.
-  alignas(64) std::atomic<uint32_t> runs_{0};       // started so far
+  alignas(64) std::atomic<uint32_t> runs_{0};        // started so far
   alignas(64) std::atomic<uint32_t> gate_{kClosed};  // workers within the run; kClosed: no more may enter
-  alignas(64) std::atomic<uint32_t> phases_{0};     // done so far
-  alignas(64) std::atomic<uint64_t> ticket_{0};     // number of the phase that goes on, then its next item
-  alignas(64) std::atomic<int> done_{0};            // items of that phase
+  alignas(64) std::atomic<uint32_t> phases_{0};      // done so far
+  alignas(64) std::atomic<uint64_t> ticket_{0};      // number of the phase that goes on, then its next item
+  alignas(64) std::atomic<int> done_{0};             // items of that phase
   std::unique_ptr<std::vector<std::thread>> workers_;
 };
 

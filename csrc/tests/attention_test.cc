@@ -9,6 +9,7 @@
 
 #include "../kernels.h"
 #include "check.h"
+#include "plain.h"
 
 using namespace pilotfish;
 
@@ -29,25 +30,6 @@ float half_value(uint16_t half) {
   return all[half];
 }
 
-float exponential(float x) {
-  if (!(x > -87.3f)) x = -87.3f;
-  const float n = std::nearbyint(x * 1.44269504088896341f);
-  float r = std::fma(n, -0.693359375f, x);
-  r = std::fma(n, 2.12194440e-4f, r);
-  float p = 1.0f / 5040.0f;
-  for (const float term : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
-    p = std::fma(p, r, term);
-  return p * std::ldexp(1.0f, static_cast<int>(n));
-}
-
-float lane_sum(const std::vector<float>& values) {
-  float lanes[16] = {};
-  for (size_t i = 0; i < values.size(); ++i) lanes[i % 16] += values[i];
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
 // The rows of one request over a cache of random numbers.
 struct Case {
   int heads, kv_heads, head_dim, rows = 0;
@@ -59,9 +41,7 @@ struct Case {
     return (static_cast<size_t>(blocks[slot / kBlockSlots]) * kv_heads + kv_head) * head_dim * kBlockSlots;
   }
   uint16_t& key(int slot, int kv_head, int i) { return k[tile(slot, kv_head) + i * kBlockSlots + slot % kBlockSlots]; }
-  uint16_t& value(int slot, int kv_head, int i) {
-    return v[tile(slot, kv_head) + slot % kBlockSlots * head_dim + i];
-  }
+  uint16_t& value(int slot, int kv_head, int i) { return v[tile(slot, kv_head) + slot % kBlockSlots * head_dim + i]; }
   int slot(int row, int position) const {
     const int beyond = position - prefix_lens[row];
     return beyond < 0 ? position : path_slots[path_starts[row] + beyond];
@@ -95,8 +75,10 @@ struct Case {
         scores.push_back(score * scale);
         part.most = std::max(part.most, scores.back());
       }
-      for (float& score : scores) score = exponential(score - part.most);
-      part.sum = lane_sum(scores);
+      for (float& score : scores) score = plain_exp(score - part.most);
+      float lanes[16] = {};
+      for (size_t t = 0; t < scores.size(); ++t) lanes[t % 16] += scores[t];
+      part.sum = plain_sum(lanes);
       for (size_t t = 0; t < scores.size(); ++t)
         for (int i = 0; i < head_dim; ++i) {
           const uint16_t half = value(slot(row, first + static_cast<int>(t)), kv_head, i);
@@ -108,7 +90,7 @@ struct Case {
     float sum = 0.0f;
     std::vector<float> out(head_dim, 0.0f);
     for (const ChunkPart& part : parts) {
-      const float factor = exponential(part.most - greatest);
+      const float factor = plain_exp(part.most - greatest);
       sum = std::fma(factor, part.sum, sum);
       for (int i = 0; i < head_dim; ++i) out[i] = std::fma(factor, part.o[i], out[i]);
     }
@@ -124,8 +106,8 @@ struct Case {
     std::vector<float> parts(chunk_stride * chunks, NAN), out(static_cast<size_t>(rows) * heads * head_dim);
     auto* scratch = static_cast<float*>(std::aligned_alloc(64, (attend_scratch(head_dim) * 4 + 63) / 64 * 64));
     std::fill_n(scratch, attend_scratch(head_dim), NAN);
-    const AttentionRows view{q.data(),           heads * head_dim,   heads,             positions.data(),
-                             prefix_lens.data(), path_starts.data(), path_slots.data(), blocks.data()};
+    const AttentionRows view{q.data(),           heads * head_dim,  heads,        positions.data(), prefix_lens.data(),
+                             path_starts.data(), path_slots.data(), blocks.data()};
     const KvLayer kv{k.data(), v.data(), kv_heads, head_dim};
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
     for (int row = 0, end; row < rows; row = end) {
@@ -198,22 +180,19 @@ void test(Case& c, const Kernels& kernels, std::mt19937& random) {
 }  // namespace
 
 int main() {
-  int count = 0;
-  const Path* all = paths(&count);
-  for (int i = 0; i < count; ++i) {
-    if (!all[i].runs) continue;
+  for (const Kernels* kernels : tested_paths()) {
     std::mt19937 random(7);  // the same cases on each path
     for (const int committed : {0, 15, 16, 100, 250, 256, 600})
       for (const int chain : {1, 10})
         for (const int nodes : {0, 1, 9}) {
           Case c = random_case(random, committed, chain, nodes);
-          test(c, *all[i].kernels, random);
+          test(c, *kernels, random);
         }
     for (const int committed : {3, 240}) {
       Case tree = random_case(random, committed, 1, 64);
-      test(tree, *all[i].kernels, random);
+      test(tree, *kernels, random);
       Case prefill = random_case(random, committed, 90, 0);
-      test(prefill, *all[i].kernels, random);
+      test(prefill, *kernels, random);
     }
   }
   return 0;

@@ -7,6 +7,7 @@
 
 #include "../kernels.h"
 #include "check.h"
+#include "plain.h"
 
 using namespace pilotfish;
 
@@ -25,18 +26,10 @@ Floats normals(std::mt19937& random, int n, float spread) {
 
 bool same(const Floats& a, const Floats& b) { return memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0; }
 
-float tree_sum(const float* lanes) {
-  float sums[16];
-  std::copy_n(lanes, 16, sums);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
-}
-
 Floats plain_norm(const Floats& x, const Floats& weight, float eps) {
   float lanes[16] = {};
   for (size_t i = 0; i < x.size(); ++i) lanes[i % 16] = std::fma(x[i], x[i], lanes[i % 16]);
-  const float inverse = 1.0f / std::sqrt(tree_sum(lanes) / static_cast<float>(x.size()) + eps);
+  const float inverse = 1.0f / std::sqrt(plain_sum(lanes) / static_cast<float>(x.size()) + eps);
   Floats out(x.size());
   for (size_t i = 0; i < x.size(); ++i) out[i] = x[i] * inverse * weight[i];
   return out;
@@ -52,8 +45,10 @@ uint16_t nearest_half(float x) {
   int low = 0, high = 0x7bff;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (value(middle) <= size) low = middle;
-    else high = middle - 1;
+    if (value(middle) <= size)
+      low = middle;
+    else
+      high = middle - 1;
   }
   if (low < 0x7bff) {
     const double below = size - value(low), above = value(low + 1) - size;
@@ -102,7 +97,6 @@ void test_norm(const Kernels& kernels, std::mt19937& random) {
   }
 }
 
-// The exponential is a polynomial: here it counts that the whole stays near the exact function and never overflows.
 void test_gated(const Kernels& kernels, std::mt19937& random) {
   for (const int n : {1, 16, 33, 96}) {
     Floats x = normals(random, 2 * n, 8.0f);
@@ -113,6 +107,7 @@ void test_gated(const Kernels& kernels, std::mt19937& random) {
     Floats out(n + 1, 7.0f);
     kernels.gated(x.data(), n, out.data());
     for (int i = 0; i < n; ++i) {
+      CHECK(out[i] == x[i] / (1.0f + plain_exp(std::min(-x[i], 88.0f))) * x[n + i]);
       const double exact = x[i] / (1.0 + std::exp(-static_cast<double>(x[i]))) * x[n + i];
       CHECK(std::fabs(out[i] - exact) <= 1e-6 * std::fabs(exact) + 1e-30);
     }
@@ -148,7 +143,9 @@ void test_rope_kv(const Kernels& kernels, std::mt19937& random) {
       for (int head = 0; head < kv_heads; ++head)
         for (int i = 0; i < head_dim; ++i) {
           const size_t tile = static_cast<size_t>(block * kv_heads + head) * head_dim * kBlockSlots;
-          auto half = [&](int of) { return nearest_half(std::clamp(expected[of * head_dim + i], -65504.0f, 65504.0f)); };
+          auto half = [&](int of) {
+            return nearest_half(std::clamp(expected[of * head_dim + i], -65504.0f, 65504.0f));
+          };
           expected_k[tile + i * kBlockSlots + offset] = half(heads + head);
           expected_v[tile + offset * head_dim + i] = half(heads + kv_heads + head);
         }
@@ -188,17 +185,13 @@ void test_argmax(const Kernels& kernels, std::mt19937& random) {
 }  // namespace
 
 int main() {
-  int count = 0;
-  const Path* all = paths(&count);
-  for (int i = 0; i < count; ++i) {
-    if (!all[i].runs) continue;
+  for (const Kernels* kernels : tested_paths()) {
     std::mt19937 random(3);
-    const Kernels& kernels = *all[i].kernels;
-    test_quantize(kernels, random);
-    test_norm(kernels, random);
-    test_gated(kernels, random);
-    test_rope_kv(kernels, random);
-    test_argmax(kernels, random);
+    test_quantize(*kernels, random);
+    test_norm(*kernels, random);
+    test_gated(*kernels, random);
+    test_rope_kv(*kernels, random);
+    test_argmax(*kernels, random);
   }
   return 0;
 }

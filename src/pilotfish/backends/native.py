@@ -183,6 +183,7 @@ class _Binder:
     def qkv(self, name: str, layer: int) -> int:
         shape = self.program.kv
         _need(self.program.num_heads % shape.kv_heads == 0, "the heads are no multiple of the key-value heads")
+        _need(shape.head_dim % 16 == 0, "head_dim is no multiple of 16")
         width = (self.program.num_heads + 2 * shape.kv_heads) * shape.head_dim
         _need(self.program.widths[name] == width, f"{name} is [q | k | v] but not {width} wide")
         _need(0 <= layer < shape.layers, f"there is no KV layer {layer}")
