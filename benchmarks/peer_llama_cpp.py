@@ -4,8 +4,8 @@ Needs `pip install llama-cpp-python` (it compiles llama.cpp for this machine) be
 
     python benchmarks/peer_llama_cpp.py MODEL.gguf [--rows 1,2,4,8,16] [--prefill 512] [--threads 2] [--json]
 
-Both sides compute one sequence at a context of 128 tokens; every pass gives logits of all its rows in llama.cpp and their
-argmax in pilotfish. Medians are printed, and the ratio of medians: above 1 pilotfish is faster.
+Both sides compute one sequence at a context of 128 tokens; every pass gives the logits of all its rows in llama.cpp
+and their argmax in pilotfish. Medians are printed, and the ratio of medians: above 1 pilotfish is faster.
 """
 
 from __future__ import annotations

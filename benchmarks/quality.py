@@ -2,9 +2,9 @@
 
     python benchmarks/quality.py MODEL [--tokens 2000] [--json]
 
-Runs a text through the reference interpreter (NumPy, float32, nothing rounded) and through the native one, in windows of
-500 tokens, and prints the mean Kullback-Leibler divergence of the next-token distributions, how often both have the
-same first choice, and both perplexities.
+Runs a text through the reference interpreter (NumPy, float32, nothing rounded) and through the native one, in windows
+of 500 tokens, and prints the mean Kullback-Leibler divergence of the next-token distributions, how often both have
+the same first choice, and both perplexities.
 """
 
 from __future__ import annotations

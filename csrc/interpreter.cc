@@ -374,7 +374,7 @@ void Executable::choose() const {
     size_t best = row;
     for (size_t i = row; i < best_.size(); i += wanted)
       if (best_[i] > best_[best]) best = i;
-    output_->argmax[row] = best_ids_[best];
+    output_->argmax[row] = std::isfinite(best_[best]) ? best_ids_[best] : -1;
   }
 }
 

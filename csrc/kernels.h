@@ -1,7 +1,7 @@
 // What the kernels of one instruction-set path offer, and the plain data they work on.
 //
-// Numeric contract (docs/architecture.md): one float32 accumulator per output element that walks K upwards with the same
-// operations whatever the number of rows; callers divide outputs, rows, heads and chunks among threads, never K.
+// Numeric contract (docs/architecture.md): one float32 accumulator per output element that walks K upwards with the
+// same operations whatever the number of rows; callers divide outputs, rows, heads and chunks among threads, never K.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@
 
 namespace pilotfish {
 
-constexpr int kPanel = 16;        // outputs in a panel of packed weights: one lane each
-constexpr int kGroup = 32;        // k that share an activation scale
-constexpr int kSuper = 256;       // k that share the float scales of a K-quant
-constexpr int kBlockSlots = 16;   // slots in a KV block
-constexpr int kChunk = 256;       // absolute positions that attention reduces at a time
+constexpr int kPanel = 16;       // outputs in a panel of packed weights: one lane each
+constexpr int kGroup = 32;       // k that share an activation scale
+constexpr int kSuper = 256;      // k that share the float scales of a K-quant
+constexpr int kBlockSlots = 16;  // slots in a KV block
+constexpr int kChunk = 256;      // absolute positions that attention reduces at a time
 
 // How the numbers of a weight are stored. U4..U8 are unsigned integers of that many bits.
 enum class Values : uint8_t { kF32, kF16, kBf16, kU4, kU5, kU6, kU8 };
@@ -43,14 +43,14 @@ constexpr int zero_of(Values values, Scales scales) {
 //   floats: for each k 16 numbers.
 //   integers: for each super block (kSuper* only) 16 half d [and 16 half dmin], then for each group of 32 its integers
 //   and its scales (16 half d [, 16 half m] | 16 u8 sc, 16 u8 mn | 16 i8 sc of the first, 16 of the second half).
-//   Integers come in lines of 64 bytes, byte lane * 4 + b. The low four bits: line j in 0..3 holds k = 4j + b in its low
-//   and k = 16 + 4j + b in its high nibble (U4, U5, U6), or line j in 0..7 holds k = 4j + b (U8). High bits follow: U5
-//   has one line, bit j of a byte is bit 4 of k = 4j + b; U6 has two, bits 2j and 2j + 1 of a byte of line i are bits 4
-//   and 5 of k = 16i + 4j + b.
+//   Integers come in lines of 64 bytes, byte lane * 4 + b. The low four bits: line j in 0..3 holds k = 4j + b in its
+//   low and k = 16 + 4j + b in its high nibble (U4, U5, U6), or line j in 0..7 holds k = 4j + b (U8). High bits follow:
+//   U5 has one line, bit j of a byte is bit 4 of k = 4j + b; U6 has two, bits 2j and 2j + 1 of a byte of line i are
+//   bits 4 and 5 of k = 16i + 4j + b.
 struct Weight {
   Values values;
   Scales scales;
-  int outputs;         // real rows; lanes beyond them in the last panel are zeros
+  int outputs;  // real rows; lanes beyond them in the last panel are zeros
   int inputs;
   int panels;
   size_t panel_bytes;
@@ -59,15 +59,15 @@ struct Weight {
 
 // The input rows of a linear, as floats and (for integer weights) quantised: x = q * scale of its group.
 struct Rows {
-  const float* x;         // [rows, stride]
+  const float* x;  // [rows, stride]
   int stride;
-  const int8_t* q;        // [rows, inputs]   within -127..127
-  const float* scale;     // [rows, inputs / 32]
-  const int32_t* sums;    // [rows, inputs / 16]   sum of q over each half group
+  const int8_t* q;      // [rows, inputs]   within -127..127
+  const float* scale;   // [rows, inputs / 32]
+  const int32_t* sums;  // [rows, inputs / 16]   sum of q over each half group
 };
 
-// One model's keys and values. K of a block and head is [head_dim, 16 slots], so that the scores of 16 slots come out in
-// 16 lanes; V is [16 slots, head_dim]. Both are IEEE halves, clamped to the finite range.
+// One model's keys and values. K of a block and head is [head_dim, 16 slots], so that the scores of 16 slots come out
+// in 16 lanes; V is [16 slots, head_dim]. Both are IEEE halves, clamped to the finite range.
 struct KvLayer {
   uint16_t* k;  // [blocks, kv_heads, head_dim, 16]
   uint16_t* v;  // [blocks, kv_heads, 16, head_dim]
@@ -77,14 +77,14 @@ struct KvLayer {
 
 // The query rows of one request and where each looks (tree.py, TreeBatch). Arrays are indexed by batch row.
 struct AttentionRows {
-  const float* q;               // [rows, stride]: head h of row r at q + r * stride + h * head_dim
+  const float* q;  // [rows, stride]: head h of row r at q + r * stride + h * head_dim
   int stride;
   int heads;
   const int32_t* positions;
-  const int32_t* prefix_lens;   // positions below lie in the slot of their own number
+  const int32_t* prefix_lens;  // positions below lie in the slot of their own number
   const int32_t* path_starts;
-  const int32_t* path_slots;    // slots of positions prefix_lens...
-  const int32_t* blocks;        // the request's block table
+  const int32_t* path_slots;  // slots of positions prefix_lens...
+  const int32_t* blocks;      // the request's block table
 };
 
 constexpr int kPairs = 32;  // (row, head) pairs that attention works on at a time

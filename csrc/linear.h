@@ -121,17 +121,22 @@ void integer_tile(const uint8_t* p, const Rows& rows, int inputs, int row, const
         }
         if (half == 1 || S == Scales::kSuper16) {
           Vf dw;
-          if constexpr (S == Scales::kSuperMin) dw = mul(d, load_u8(scales));
-          else if constexpr (S == Scales::kSuper16) dw = mul(d, load_i8(reinterpret_cast<const int8_t*>(scales) + 16 * half));
-          else dw = load_half(reinterpret_cast<const uint16_t*>(scales));
+          if constexpr (S == Scales::kSuperMin)
+            dw = mul(d, load_u8(scales));
+          else if constexpr (S == Scales::kSuper16)
+            dw = mul(d, load_i8(reinterpret_cast<const int8_t*>(scales) + 16 * half));
+          else
+            dw = load_half(reinterpret_cast<const uint16_t*>(scales));
           PF_UNROLL
           for (int r = 0; r < R; ++r) acc[r] = fma(to_float(dot[r].finish()), mul(dw, set1(side[r].scale)), acc[r]);
         }
       }
       if constexpr (kMinimum) {
         Vf mw;
-        if constexpr (S == Scales::kSuperMin) mw = mul(dmin, load_u8(scales + 16));
-        else mw = load_half(reinterpret_cast<const uint16_t*>(scales + kHalves));
+        if constexpr (S == Scales::kSuperMin)
+          mw = mul(dmin, load_u8(scales + 16));
+        else
+          mw = load_half(reinterpret_cast<const uint16_t*>(scales + kHalves));
         PF_UNROLL
         for (int r = 0; r < R; ++r) acc[r] = fma(mw, set1(side[r].offset), acc[r]);
       }
@@ -164,8 +169,10 @@ inline void tile(int count, const uint8_t* p, const Rows& rows, int inputs, int 
                  float* out) {
   if constexpr (R > 1)
     if (count < R) return tile<V, S, R - 1>(count, p, rows, inputs, row, next, ahead, out);
-  if constexpr (is_float(V)) float_tile<V, R>(p, rows, inputs, row, next, ahead, out);
-  else integer_tile<V, S, R>(p, rows, inputs, row, next, ahead, out);
+  if constexpr (is_float(V))
+    float_tile<V, R>(p, rows, inputs, row, next, ahead, out);
+  else
+    integer_tile<V, S, R>(p, rows, inputs, row, next, ahead, out);
 }
 
 template <Values V, Scales S>

@@ -27,11 +27,11 @@ struct Format {
 };
 
 constexpr Format kFormats[] = {
-    {"F32", Values::kF32, Scales::kNone, 1, 4},           {"F16", Values::kF16, Scales::kNone, 1, 2},
-    {"BF16", Values::kBf16, Scales::kNone, 1, 2},         {"Q4_0", Values::kU4, Scales::kHalf, 32, 18},
-    {"Q4_1", Values::kU4, Scales::kHalfMin, 32, 20},      {"Q5_0", Values::kU5, Scales::kHalf, 32, 22},
-    {"Q5_1", Values::kU5, Scales::kHalfMin, 32, 24},      {"Q8_0", Values::kU8, Scales::kHalf, 32, 34},
-    {"Q4_K", Values::kU4, Scales::kSuperMin, 256, 144},   {"Q5_K", Values::kU5, Scales::kSuperMin, 256, 176},
+    {"F32", Values::kF32, Scales::kNone, 1, 4},         {"F16", Values::kF16, Scales::kNone, 1, 2},
+    {"BF16", Values::kBf16, Scales::kNone, 1, 2},       {"Q4_0", Values::kU4, Scales::kHalf, 32, 18},
+    {"Q4_1", Values::kU4, Scales::kHalfMin, 32, 20},    {"Q5_0", Values::kU5, Scales::kHalf, 32, 22},
+    {"Q5_1", Values::kU5, Scales::kHalfMin, 32, 24},    {"Q8_0", Values::kU8, Scales::kHalf, 32, 34},
+    {"Q4_K", Values::kU4, Scales::kSuperMin, 256, 144}, {"Q5_K", Values::kU5, Scales::kSuperMin, 256, 176},
     {"Q6_K", Values::kU6, Scales::kSuper16, 256, 210},
 };
 
@@ -48,7 +48,8 @@ size_t group_bytes(Values values, Scales scales) {
 size_t panel_bytes(Values values, Scales scales, int inputs) {
   if (scales == Scales::kNone) return static_cast<size_t>(inputs) * kPanel * (values == Values::kF32 ? 4 : 2);
   const size_t groups = inputs / kGroup;
-  return groups * group_bytes(values, scales) + (is_super(scales) ? groups * kGroup / kSuper * header_bytes(scales) : 0);
+  return groups * group_bytes(values, scales) +
+         (is_super(scales) ? groups * kGroup / kSuper * header_bytes(scales) : 0);
 }
 
 uint16_t half_at(const uint8_t* p) {
@@ -66,9 +67,9 @@ uint32_t word_at(const uint8_t* p) {
 // One output's share of a group of 32: its integers and whatever its format scales them with.
 struct Group {
   uint8_t q[kGroup];
-  uint16_t d, m;      // halves; of the super block for kSuper*
-  uint8_t sc, mn;     // kSuperMin
-  int8_t halves[2];   // kSuper16
+  uint16_t d, m;     // halves; of the super block for kSuper*
+  uint8_t sc, mn;    // kSuperMin
+  int8_t halves[2];  // kSuper16
 };
 
 void nibbles(const uint8_t* p, uint8_t* q) {
@@ -192,7 +193,8 @@ void pack_integers(const Format& format, const uint8_t* const* rows, int inputs,
 
 void pack_floats(const uint8_t* const* rows, int inputs, size_t size, uint8_t* out) {
   for (int lane = 0; lane < kPanel; ++lane)
-    for (int k = 0; rows[lane] && k < inputs; ++k) memcpy(out + (k * kPanel + lane) * size, rows[lane] + k * size, size);
+    for (int k = 0; rows[lane] && k < inputs; ++k)
+      memcpy(out + (k * kPanel + lane) * size, rows[lane] + k * size, size);
 }
 
 const Format& format_of(const std::string& kind) {
@@ -216,8 +218,13 @@ PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_
                                 std::to_string(inputs) + " in " + kind);
   PackedWeight packed{kind, {}, nullptr};
   Weight& weight = packed.weight;
-  weight = {format.values, format.scales, outputs, inputs, (outputs + kPanel - 1) / kPanel,
-            panel_bytes(format.values, format.scales, inputs), nullptr};
+  weight = {format.values,
+            format.scales,
+            outputs,
+            inputs,
+            (outputs + kPanel - 1) / kPanel,
+            panel_bytes(format.values, format.scales, inputs),
+            nullptr};
   packed.memory.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (packed.bytes() + 63) / 64 * 64)));
   if (!packed.memory) throw std::bad_alloc();
   weight.data = packed.memory.get();
@@ -228,8 +235,10 @@ PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_
       for (int lane = 0; lane < kPanel && panel * kPanel + lane < outputs; ++lane)
         rows[lane] = raw + row_bytes * (panel * kPanel + lane);
       if (!rows[kPanel - 1]) memset(out, 0, weight.panel_bytes);
-      if (format.scales == Scales::kNone) pack_floats(rows, inputs, format.block_bytes, out);
-      else pack_integers(format, rows, inputs, out);
+      if (format.scales == Scales::kNone)
+        pack_floats(rows, inputs, format.block_bytes, out);
+      else
+        pack_integers(format, rows, inputs, out);
     }
   };
   threads = std::max(1, std::min(threads, weight.panels / 4));

@@ -22,8 +22,8 @@ struct PackedWeight {
   size_t bytes() const { return weight.panels * weight.panel_bytes; }
 };
 
-// `raw` holds the rows [outputs, inputs] in blocks of a format of quant.py. Throws std::invalid_argument when the format
-// is unknown or the shape and the bytes do not fit together.
+// `raw` holds the rows [outputs, inputs] in blocks of a format of quant.py. Throws std::invalid_argument when the
+// format is unknown or the shape and the bytes do not fit together.
 PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_t* raw, size_t raw_bytes, int threads);
 
 // The values of one row, bit for bit what Tensor.dequantize says: out[inputs].

@@ -29,8 +29,9 @@ inline void quantize(const float* x, int n, int8_t* q, float* scale, int32_t* su
     // So small a group counts as zero: 127 / greatest would overflow.
     const bool zero = greatest < 0x1p-100f;
     const Vf inverse = set1(zero ? 0.0f : 127.0f / greatest);
-    scale[group] = zero ? 0.0f : greatest / 127.0f;
-    // The bounds only matter when the row holds infinities or NaN, which reach the output through the scale.
+    // Infinities and NaN, which `greatest` may not show, make the scale NaN and so reach the output; q stays bounded.
+    const float finite = reduce_add(mul(add(abs(low), abs(high)), set1(0.0f)));
+    scale[group] = (zero ? 0.0f : greatest / 127.0f) + finite;
     const Vi ints[2] = {to_int(max(min(mul(low, inverse), most), least)),
                         to_int(max(min(mul(high, inverse), most), least))};
     for (int half = 0; half < 2; ++half) {

@@ -128,7 +128,8 @@ inline Vb or_bytes(Vb a, Vb b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline Vb shr_bytes(Vb a, int n) { return {_mm512_srli_epi16(a.v, static_cast<unsigned>(n))}; }
 inline Vb shl_bytes(Vb a, int n) { return {_mm512_slli_epi16(a.v, static_cast<unsigned>(n))}; }
 
-// start + sum over k of (w[output][k] - kTaken) * a[k] in integers, exact: w unsigned with Bits bits, a within -127..127.
+// start + sum over k of (w[output][k] - kTaken) * a[k] in integers, exact: w unsigned with Bits bits, a within
+// -127..127.
 template <int Bits>
 struct Dot {
   static constexpr int kTaken = 0;
@@ -227,8 +228,9 @@ inline Vb or_bytes(Vb x, Vb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si
 inline Vb shr_bytes(Vb x, int n) { return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
 inline Vb shl_bytes(Vb x, int n) { return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
 
-// maddubs adds two products in 16 bits. Largest pair: 15*127*2 = 3810 for 4 bits, 7874 for 5, 16002 for 6, so 8, 4 and 2
-// steps fit into int16. Eight bits (w = 128 + signed weight) go through |w - 128| and the sign moved to a: at most 32512.
+// maddubs adds two products in 16 bits. Largest pair: 15*127*2 = 3810 for 4 bits, 7874 for 5, 16002 for 6, so 8, 4 and
+// 2 steps fit into int16. Eight bits (w = 128 + signed weight) go through |w - 128| and the sign moved to a: at most
+// 32512.
 template <int Bits>
 struct Dot {
   static constexpr int kTaken = Bits == 8 ? 128 : 0;
@@ -343,7 +345,7 @@ inline F2 fma2(F2 a, F2 b, F2 c) {
   const D2 x = __builtin_convertvector(a, D2) * __builtin_convertvector(b, D2), y = __builtin_convertvector(c, D2);
   const D2 sum = x + y, part = sum - x;
   const D2 error = (x - (sum - part)) + (y - part);  // exact (Knuth)
-  const L2 even = ((L2)sum & 1) - 1;                 // all ones or zeros; false comparisons leave infinities and NaN alone
+  const L2 even = ((L2)sum & 1) - 1;  // all ones or zeros; false comparisons leave infinities and NaN alone
   const L2 away = (L2)(error > 0.0) ^ (L2)(sum < 0.0), inexact = (L2)(error > 0.0) | (L2)(error < 0.0);
   return __builtin_convertvector((D2)((L2)sum + (even & inexact & (-1 - 2 * away))), F2);
 }
@@ -507,8 +509,8 @@ inline float reduce_max(Vf a) {
 }
 #endif
 
-// e^x for x <= 88.7; smaller x than -87.3 count as -87.3 (1.2e-38, the smallest normal float). Cody and Waite's split of
-// ln 2, then the Taylor polynomial of degree 7 on [-ln2/2, ln2/2] (its remainder there is below 2^-24).
+// e^x for x <= 88.7; smaller x than -87.3 count as -87.3 (1.2e-38, the smallest normal float). Cody and Waite's split
+// of ln 2, then the Taylor polynomial of degree 7 on [-ln2/2, ln2/2] (its remainder there is below 2^-24).
 inline Vf exp(Vf x) {
   const Vf low = set1(-87.3f);
   const Vf clipped = max(x, low);

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from pilotfish.backends.native import NativeBackend
 
+from pilotfish.backends.native import NativeBackend
 from pilotfish.drafters.base import Drafter, DraftRequest
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.engine import Engine, Target, Update
-from pilotfish.errors import InputError
+from pilotfish.errors import InputError, PilotfishError
 from pilotfish.models.decoder import decoder_program
+from pilotfish.quant import Tensor
 from pilotfish.request import Request, SamplingParams
 from pilotfish.tree import DraftTree
 from tiny import random_tree, tiny_model
@@ -270,6 +271,21 @@ def test_cancel_frees_everything(target: Target) -> None:
         engine.check()
     assert second.finish_reason == "length" and first.finish_reason is None
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_damaged_target_is_reported(temperature: float) -> None:
+    config, tensors = tiny_model("llama", 3)
+    data = tensors["norm"].data.copy()
+    data.view(np.float32)[:] = np.nan
+    tensors["norm"] = Tensor("F32", tensors["norm"].shape, data)
+    backend = NativeBackend(threads=1)
+    program = decoder_program(config, 64)
+    target = Target(program, backend.prepare(program, backend.load(tensors)), backend.new_kv(program.kv, 8), 8)
+    engine = Engine(target)
+    engine.add([1, 2], SamplingParams(temperature=temperature))
+    with pytest.raises(PilotfishError, match="finite"):
+        engine.step()
 
 
 def test_seeds(target: Target) -> None:

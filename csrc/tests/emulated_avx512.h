@@ -27,10 +27,10 @@ struct __m512i {
   inline to _mm512_##name(from a) { return {_mm256_##name(a.low), _mm256_##name(a.high)}; }
 #define PF_BINARY(type, name) \
   inline type _mm512_##name(type a, type b) { return {_mm256_##name(a.low, b.low), _mm256_##name(a.high, b.high)}; }
-#define PF_SHIFT(name)                                                                   \
-  inline __m512i _mm512_##name(__m512i a, unsigned n) {                                  \
-    const int count = static_cast<int>(n);                                               \
-    return {_mm256_##name(a.low, count), _mm256_##name(a.high, count)};                  \
+#define PF_SHIFT(name)                                                  \
+  inline __m512i _mm512_##name(__m512i a, unsigned n) {                 \
+    const int count = static_cast<int>(n);                              \
+    return {_mm256_##name(a.low, count), _mm256_##name(a.high, count)}; \
   }
 #define PF_SET(type, from, name) \
   inline type _mm512_##name(from x) { return {_mm256_##name(x), _mm256_##name(x)}; }
@@ -123,8 +123,8 @@ inline __m128i _mm512_cvtsepi32_epi8(__m512i a) {
   for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(from[i] < -128 ? -128 : from[i] > 127 ? 127 : from[i]);
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(to));
 }
-// Each lane adds four products of an unsigned and a signed byte; nothing saturates. Not inlined: it would be thousands of
-// times, which takes compilers minutes.
+// Each lane adds four products of an unsigned and a signed byte; nothing saturates. Not inlined: it would be thousands
+// of times, which takes compilers minutes.
 [[gnu::noinline]] inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i w, __m512i a) {
   int32_t sums[16];
   uint8_t unsigned_bytes[64];

@@ -14,15 +14,14 @@ namespace {
 
 struct Kind {
   const char* name;
-  int elements, bytes;    // of a block
+  int elements, bytes;      // of a block
   std::vector<int> halves;  // offsets of its halves, which random bytes would make NaN
 };
 
 const std::vector<Kind> kKinds = {
-    {"F32", 1, 4, {}},          {"F16", 1, 2, {}},          {"BF16", 1, 2, {}},
-    {"Q4_0", 32, 18, {0}},      {"Q4_1", 32, 20, {0, 2}},   {"Q5_0", 32, 22, {0}},
-    {"Q5_1", 32, 24, {0, 2}},   {"Q8_0", 32, 34, {0}},      {"Q4_K", 256, 144, {0, 2}},
-    {"Q5_K", 256, 176, {0, 2}}, {"Q6_K", 256, 210, {208}},
+    {"F32", 1, 4, {}},          {"F16", 1, 2, {}},          {"BF16", 1, 2, {}},        {"Q4_0", 32, 18, {0}},
+    {"Q4_1", 32, 20, {0, 2}},   {"Q5_0", 32, 22, {0}},      {"Q5_1", 32, 24, {0, 2}},  {"Q8_0", 32, 34, {0}},
+    {"Q4_K", 256, 144, {0, 2}}, {"Q5_K", 256, 176, {0, 2}}, {"Q6_K", 256, 210, {208}},
 };
 
 constexpr int kRows = 40;
@@ -68,9 +67,12 @@ std::vector<uint8_t> raw_weight(const Case& c, Draw draw, std::mt19937& random) 
     const float x = value(random);
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    if (c.kind.bytes == 4) memcpy(p, &bits, 4);
-    else if (std::string(c.kind.name) == "BF16") memcpy(p, reinterpret_cast<uint8_t*>(&bits) + 2, 2);
-    else p[1] = (p[1] & 0x83) | (11 + random() % 8) << 2;  // a finite half
+    if (c.kind.bytes == 4)
+      memcpy(p, &bits, 4);
+    else if (std::string(c.kind.name) == "BF16")
+      memcpy(p, reinterpret_cast<uint8_t*>(&bits) + 2, 2);
+    else
+      p[1] = (p[1] & 0x83) | (11 + random() % 8) << 2;  // a finite half
   }
   return raw;
 }
@@ -109,7 +111,8 @@ struct Input {
 
 float half_value(const uint8_t* p) {
   const int bits = p[0] | p[1] << 8, exponent = bits >> 10 & 31, mantissa = bits & 1023;
-  const float size = std::ldexp(static_cast<float>(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
+  const float size =
+      std::ldexp(static_cast<float>(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
   return bits & 0x8000 ? -size : size;
 }
 
@@ -123,8 +126,10 @@ float plain_linear(const Weight& w, const Input& in, int row, int output) {
     for (int k = 0; k < w.inputs; ++k) {
       const uint8_t* at = p + (static_cast<size_t>(k) * kPanel + lane) * size;
       uint32_t bits = 0;
-      if (size == 4) memcpy(&bits, at, 4);
-      else bits = static_cast<uint32_t>(at[0] << 16 | at[1] << 24);
+      if (size == 4)
+        memcpy(&bits, at, 4);
+      else
+        bits = static_cast<uint32_t>(at[0] << 16 | at[1] << 24);
       float value;
       memcpy(&value, &bits, 4);
       if (w.values == Values::kF16) value = half_value(at);

@@ -27,11 +27,6 @@ MODEL = typer.Argument(metavar="MODEL", help="a .gguf file, a Hugging Face model
 SPECULATION = "off, or ngram[:k=8,n=4,min=2]: k draft tokens per step, n-grams of min to n tokens"
 
 
-@app.callback()
-def _root() -> None:
-    """Keeps `generate` a subcommand even while it is the only one."""
-
-
 @app.command()
 def generate(
     model: Annotated[str, MODEL],

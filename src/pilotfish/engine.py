@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pilotfish.drafters.base import Drafter, DraftRequest
-from pilotfish.errors import InputError
+from pilotfish.errors import InputError, PilotfishError
 from pilotfish.kv.pool import BlockPool
 from pilotfish.metrics import now_ms
 from pilotfish.output import Detokenizer, OutputText
@@ -194,7 +194,7 @@ class Engine:
     def _picker(self, item: Scheduled, tree: DraftTree, root: int, result: Result) -> Callable[[int], int]:
         request = self._active[item.id].request
         if request.params.temperature == 0:
-            return lambda node: int(result.argmax[root + 1 + node])
+            return lambda node: _finite(int(result.argmax[root + 1 + node]))
         logits = result.logits
         assert logits is not None
         depths = tree.depths()
@@ -264,3 +264,9 @@ class Engine:
                 self.drafter.end(id)
             except Exception as error:
                 logger.warning("drafter %s could not end request %d: %s", self.drafter.name, id, error)
+
+
+def _finite(token: int) -> int:
+    if token < 0:
+        raise PilotfishError("the target gave a logit that is not finite; its weights may be damaged")
+    return token

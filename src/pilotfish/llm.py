@@ -64,9 +64,9 @@ class Chunk:
 class LLM:
     """Loads a model once; every call may use another speculation, which changes the speed and nothing else.
 
-    `model` is a `.gguf` file, a Hugging Face directory or "demo". `context` is the most tokens of one request; by default
-    the model's own context, at most 32,768, because a KV cache of that length must fit into memory. Raises InputError
-    for anything wrong with the arguments or the files.
+    `model` is a `.gguf` file, a Hugging Face directory or "demo". `context` is the most tokens of one request; by
+    default the model's own context, at most 32,768, because a KV cache of that length must fit into memory. Raises
+    InputError for anything wrong with the arguments or the files.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LLM:
     ) -> list[Completion]:
         """Complete all prompts in one batch; the answers come in the order of the prompts.
 
-        With `chat` a prompt is a user's message in the model's own template, after the `system` message if there is one.
+        With `chat` a prompt is a user's message in the model's own template, after the `system` message if given.
         """
         many = _as_many(prompts)
         engine = self.engine(speculation, answers=chat)

@@ -149,7 +149,7 @@ class Program:
 class Result:
     """What a forward pass gives back; `wanted` = len(batch.logit_rows)."""
 
-    argmax: NDArray[np.int32]  # [wanted]
+    argmax: NDArray[np.int32]  # [wanted]; -1 where the highest logit is not finite
     logits: Floats | None  # [wanted, vocab]
     taps: tuple[Floats, ...] = ()  # each [rows, width]
 

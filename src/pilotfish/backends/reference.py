@@ -129,7 +129,9 @@ class ReferenceExecutable:
                     buffers[op.out] = buffers[op.x][batch.logit_rows]
                 case Head():
                     scores = buffers[op.x] @ weights[op.weight].T
-        return Result(scores.argmax(axis=1).astype(np.int32), scores if logits else None, tuple(taps))
+        best = scores.argmax(axis=1)  # finds a NaN before anything else
+        finite = np.isfinite(scores[np.arange(len(best)), best])
+        return Result(np.where(finite, best, -1).astype(np.int32), scores if logits else None, tuple(taps))
 
     def _heads(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
         """Views [rows, heads, head_dim] of the q, k and v columns."""
