@@ -9,7 +9,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard src/pilotfish/*.py src/pilotfish/*/*.py)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.cc csrc/*.h) $(wildcard src/pilotfish/*.py src/pilotfish/*/*.py)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -18,9 +18,9 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(BIN)/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[dev]'
-	touch $@
+	touch $(VENV)/.installed $@
 
 demo: install
 	$(BIN)/python scripts/demo.py

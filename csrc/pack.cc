@@ -1,11 +1,15 @@
 #include "pack.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define PF_PATH packing
@@ -191,10 +195,13 @@ void pack_integers(const Format& format, const uint8_t* const* rows, int inputs,
   }
 }
 
-void pack_floats(const uint8_t* const* rows, int inputs, size_t size, uint8_t* out) {
-  for (int lane = 0; lane < kPanel; ++lane)
-    for (int k = 0; rows[lane] && k < inputs; ++k)
-      memcpy(out + (k * kPanel + lane) * size, rows[lane] + k * size, size);
+template <size_t kSize>
+void pack_floats(const uint8_t* const* rows, int inputs, uint8_t* out) {
+  constexpr int kNear = 128;  // what is written stays in the cache until all lanes have been there
+  for (int first = 0; first < inputs; first += kNear)
+    for (int lane = 0; lane < kPanel && rows[lane]; ++lane)
+      for (int k = first; k < std::min(first + kNear, inputs); ++k)
+        memcpy(out + (static_cast<size_t>(k) * kPanel + lane) * kSize, rows[lane] + k * kSize, kSize);
 }
 
 const Format& format_of(const std::string& kind) {
@@ -203,9 +210,41 @@ const Format& format_of(const std::string& kind) {
   throw std::invalid_argument("there are no kernels for weights of the format " + kind);
 }
 
-}  // namespace
+// Weights lie side by side in pieces of memory large enough for large pages. A decoding step reads them all once, and
+// with pages of 4 KiB a fifth of that time is the translation of addresses (measured on a virtual machine).
+struct Piece {
+  explicit Piece(size_t bytes) : size(bytes), data(static_cast<uint8_t*>(std::aligned_alloc(kLargePage, bytes))) {
+    if (!data) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    madvise(data, size, MADV_HUGEPAGE);  // a wish: nothing depends on it
+#endif
+  }
+  ~Piece() { std::free(data); }
+  Piece(const Piece&) = delete;
 
-void FreeAligned::operator()(uint8_t* p) const { std::free(p); }
+  static constexpr size_t kLargePage = 2 << 20;
+  size_t size;
+  size_t used = 0;
+  uint8_t* data;
+};
+
+std::shared_ptr<uint8_t> allocate(size_t bytes) {
+  constexpr size_t kLeast = 16 * Piece::kLargePage, kAlignment = 64;
+  static std::mutex mutex;
+  static std::weak_ptr<Piece> last;
+  const std::lock_guard<std::mutex> lock(mutex);
+  bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  std::shared_ptr<Piece> piece = last.lock();
+  if (!piece || piece->size - piece->used < bytes) {
+    const size_t pages = (bytes + Piece::kLargePage - 1) / Piece::kLargePage;
+    last = piece = std::make_shared<Piece>(std::max(kLeast, pages * Piece::kLargePage));
+  }
+  uint8_t* memory = piece->data + piece->used;
+  piece->used += bytes;
+  return {std::move(piece), memory};
+}
+
+}  // namespace
 
 PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_t* raw, size_t raw_bytes, int threads) {
   const Format& format = format_of(kind);
@@ -225,8 +264,7 @@ PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_
             (outputs + kPanel - 1) / kPanel,
             panel_bytes(format.values, format.scales, inputs),
             nullptr};
-  packed.memory.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (packed.bytes() + 63) / 64 * 64)));
-  if (!packed.memory) throw std::bad_alloc();
+  packed.memory = allocate(packed.bytes());
   weight.data = packed.memory.get();
   auto work = [&](int first, int last) {
     for (int panel = first; panel < last; ++panel) {
@@ -235,10 +273,12 @@ PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_
       for (int lane = 0; lane < kPanel && panel * kPanel + lane < outputs; ++lane)
         rows[lane] = raw + row_bytes * (panel * kPanel + lane);
       if (!rows[kPanel - 1]) memset(out, 0, weight.panel_bytes);
-      if (format.scales == Scales::kNone)
-        pack_floats(rows, inputs, format.block_bytes, out);
-      else
+      if (format.scales != Scales::kNone)
         pack_integers(format, rows, inputs, out);
+      else if (format.values == Values::kF32)
+        pack_floats<4>(rows, inputs, out);
+      else
+        pack_floats<2>(rows, inputs, out);
     }
   };
   threads = std::max(1, std::min(threads, weight.panels / 4));

@@ -10,15 +10,11 @@
 
 namespace pilotfish {
 
-struct FreeAligned {
-  void operator()(uint8_t* p) const;
-};
-
 // A weight that owns its panels.
 struct PackedWeight {
   std::string kind;
   Weight weight;
-  std::unique_ptr<uint8_t, FreeAligned> memory;
+  std::shared_ptr<uint8_t> memory;
   size_t bytes() const { return weight.panels * weight.panel_bytes; }
 };
 
