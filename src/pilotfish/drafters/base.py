@@ -43,7 +43,7 @@ DRAFTERS: Mapping[str, str] = {
 PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle", "auto")
 
 MAX_DRAFT_TOKENS = 64
-DEFAULT_DRAFT_TOKENS = 8
+DEFAULT_DRAFT_TOKENS = 4
 
 
 @dataclass(frozen=True)
