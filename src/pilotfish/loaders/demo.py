@@ -43,7 +43,7 @@ def demo_path(progress: Callable[[str], AbstractContextManager[object]] | None =
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         again = "the demo model in the cache is damaged: downloading it again"
-        message = again if path.exists() else "downloading the demo model (98 MB, once)"
+        message = again if path.exists() else "downloading the demo model (93 MB, once)"
         # A folder of its own beside the target: two processes may download at once, the rename is atomic.
         with (
             (progress or _on_stderr)(message),
