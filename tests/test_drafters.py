@@ -7,7 +7,6 @@ import random
 import pytest
 
 from pilotfish.drafters.base import (
-    DEFAULT_DRAFT_TOKENS,
     DraftRequest,
     Speculation,
     parse_speculation,
@@ -60,7 +59,7 @@ def test_budget_depth_and_requests_are_apart() -> None:
 def test_parse() -> None:
     assert parse_speculation("off") == Speculation()
     assert parse_speculation("off").make() is None
-    assert parse_speculation("ngram") == Speculation("ngram", DEFAULT_DRAFT_TOKENS, {"n": 4})
+    assert parse_speculation("ngram") == Speculation("ngram", None, {"n": 4})
     assert parse_speculation(" ngram:k=4, n=3,min=1 ") == Speculation("ngram", 4, {"n": 3, "min": 1})
     assert isinstance(parse_speculation("ngram:n=1").make(), NgramDrafter)
     config = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'

@@ -44,7 +44,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / ".lock").open("w") as lock:  # two test runs may share the checkout
         fcntl.flock(lock, fcntl.LOCK_EX)
-        options = ["-DPILOTFISH_MODULE=OFF", "-DPILOTFISH_TESTS=ON", "-DPILOTFISH_SANITIZE=ON"]
+        options = ["-DPILOTFISH_MODULE=OFF", "-DPILOTFISH_TESTS=ON", "-DPILOTFISH_SANITIZE=ON", "-DPILOTFISH_STRICT=ON"]
         run(program("cmake"), "-S", ROOT, "-B", BUILD, f"-DCMAKE_CXX_COMPILER={COMPILER}", *options)
         run(program("cmake"), "--build", BUILD, "--parallel", str(os.cpu_count() or 1))
     return BUILD

@@ -19,6 +19,7 @@ LEVELS = {
     "tree": 0,
     "scheduler": 1,
     "kv": 1,
+    "control": 1,
     "program": 2,
     "backends": 2,
     "sampling": 2,

@@ -24,7 +24,9 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 
 MODEL = typer.Argument(metavar="MODEL", help="a .gguf file, a Hugging Face model directory, or demo")
-SPECULATION = "off, or ngram[:k=4,n=4,min=2]: k draft tokens per step, n-grams of min to n tokens"
+SPECULATION = (
+    "off, or ngram[:k=K,n=4,min=2]: K draft tokens per step (default: as many as pay), n-grams of min to n tokens"
+)
 
 
 @app.command()

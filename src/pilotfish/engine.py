@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pilotfish.drafters.base import Drafter, DraftRequest
+from pilotfish.control.budget import BudgetController
+from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, Drafter, DraftRequest
 from pilotfish.errors import InputError, PilotfishError
 from pilotfish.kv.pool import BlockPool
 from pilotfish.metrics import now_ms
@@ -56,7 +57,7 @@ class Engine:
         self,
         target: Target,
         drafter: Drafter | None = None,
-        draft_budget: int = 0,
+        budgets: BudgetController | None = None,
         *,
         max_num_seqs: int = 8,
         token_budget: int = 512,
@@ -64,8 +65,9 @@ class Engine:
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.draft_budget = draft_budget if drafter else 0
+        self.budgets = budgets or BudgetController(ADAPTIVE_DRAFT_TOKENS)
         self.drafter_failures = 0
+        self._parked = drafter is None
         self.scheduler = Scheduler(BlockPool(target.num_blocks), BLOCK_SIZE, token_budget, max_num_seqs)
         self._new_detokenizer = new_detokenizer
         self._active: dict[int, _Active] = {}
@@ -133,7 +135,7 @@ class Engine:
             assert self.scheduler.entry(id).length == len(active.request.tokens)
 
     def _budget(self, id: int) -> int:
-        return self.draft_budget
+        return 0 if self._parked else self.budgets.budget(id)
 
     def _propose(self, plan: StepPlan) -> list[DraftTree]:
         """A tree for every scheduled request. A drafter can fail, a request can not: a failure parks the drafter."""
@@ -156,7 +158,7 @@ class Engine:
                 trees[index] = tree
         except Exception as error:
             self.drafter_failures += 1
-            self.draft_budget = 0
+            self._parked = True
             logger.warning("drafter %s failed and is parked: %s: %s", self.drafter.name, type(error).__name__, error)
             return [DraftTree.empty() for _ in plan.scheduled]
         return trees
@@ -220,6 +222,7 @@ class Engine:
             accepted = min(len(verdict.path), len(update.tokens) - 1)
             self.scheduler.commit(item.id, end + accepted, len(update.tokens))
             update.request.counts.add(tree.drafter, len(tree), accepted)
+            self.budgets.observe(item.id, len(tree), accepted)
             updates.append(update)
         return updates
 
@@ -259,6 +262,7 @@ class Engine:
     def _end(self, id: int) -> None:
         self.scheduler.finish(id)
         del self._active[id]
+        self.budgets.end(id)
         if self.drafter is not None:
             try:
                 self.drafter.end(id)

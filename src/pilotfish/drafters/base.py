@@ -43,7 +43,7 @@ DRAFTERS: Mapping[str, str] = {
 PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle", "auto")
 
 MAX_DRAFT_TOKENS = 64
-DEFAULT_DRAFT_TOKENS = 4
+ADAPTIVE_DRAFT_TOKENS = 16  # the most that is drafted where the user fixes no k
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Speculation:
-    """A parsed speculation argument: `method` is "off" or a key of DRAFTERS, `k` the fixed draft budget."""
+    """A parsed speculation argument: `method` is "off" or a key of DRAFTERS, `k` the fixed draft budget.
+
+    Without a `k` the controller chooses, up to ADAPTIVE_DRAFT_TOKENS.
+    """
 
     method: str = "off"
-    k: int = 0
+    k: int | None = None
     options: Mapping[str, int] = field(default_factory=dict)
 
     def make(self) -> Drafter | None:
@@ -124,7 +127,7 @@ def _speculation(name: str, given: Mapping[str, int], where: str) -> Speculation
     if name not in DRAFTERS:
         raise InputError(f"{where}: there is no drafter {name!r}; available: off, {', '.join(DRAFTERS)}")
     known: dict[str, Option] = {
-        "k": Option(DEFAULT_DRAFT_TOKENS, 1, MAX_DRAFT_TOKENS, "draft tokens per step"),
+        "k": Option(None, 1, MAX_DRAFT_TOKENS, "draft tokens per step"),
         **drafter_class(name).OPTIONS,
     }
     values = {key: option.default for key, option in known.items() if option.default is not None}
@@ -135,4 +138,4 @@ def _speculation(name: str, given: Mapping[str, int], where: str) -> Speculation
         if not option.low <= value <= option.high:
             raise InputError(f"{where}: {key}={value} must lie in {option.low}..{option.high} ({option.help})")
         values[key] = value
-    return Speculation(name, values.pop("k"), values)
+    return Speculation(name, values.pop("k", None), values)
