@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pilotfish.backends.native import NativeBackend, path_names
 
 from pilotfish import LLM, SamplingParams
+from pilotfish.backends.native import NativeBackend, path_names
 from pilotfish.bench import read_prompts
 from pilotfish.loaders import load_model
 from pilotfish.models.decoder import decoder_program
