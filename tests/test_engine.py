@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pilotfish.backends.native import NativeBackend
-from pilotfish.control.budget import BudgetController
 from pilotfish.drafters.base import Drafter, DraftRequest
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.engine import Engine, Target, Update
@@ -87,8 +86,7 @@ def _run(
     drafter: Drafter | None = None,
     **options: int,
 ) -> tuple[list[Request], list[Update]]:
-    budgets = BudgetController(12, fixed=12)
-    engine = Engine(target, drafter, budgets, new_detokenizer=_Letters, **options)
+    engine = Engine(target, drafter, 12, new_detokenizer=_Letters, **options)
     requests = [engine.add(prompt, params) for prompt in prompts]
     updates = []
     while engine.busy:
@@ -139,7 +137,7 @@ def test_preemption_changes_nothing(params: SamplingParams) -> None:
     prompts = _prompts(3, 5, longest=60)
     plain = _plain(_target(), prompts, params)
     oracle = _Oracle({id: request.tokens for id, request in enumerate(plain)}, np.random.default_rng(1))
-    engine = Engine(target, oracle, BudgetController(6), max_num_seqs=5, token_budget=64)
+    engine = Engine(target, oracle, 6, max_num_seqs=5, token_budget=64)
     requests = [engine.add(prompt, params) for prompt in prompts]
     preempted = 0
     schedule = engine.scheduler.schedule
@@ -251,7 +249,7 @@ def test_a_drafter_can_fail_a_request_can_not(
 ) -> None:
     prompts = _prompts(4, 2)
     params = SamplingParams(max_tokens=10)
-    engine = Engine(target, _Bad(propose), BudgetController(12, fixed=12), new_detokenizer=_Letters)
+    engine = Engine(target, _Bad(propose), 12, new_detokenizer=_Letters)
     requests = [engine.add(prompt, params) for prompt in prompts]
     with caplog.at_level(logging.WARNING, logger="pilotfish"):
         for _ in engine.run():

@@ -51,13 +51,16 @@ class _Active:
 
 
 class Engine:
-    """Runs many requests in one batch. Not thread-safe: one thread steps it."""
+    """Runs many requests in one batch. Not thread-safe: one thread steps it.
+
+    `draft_budget` fixes how many tokens are drafted in a step; without it the controller chooses.
+    """
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter | None = None,
-        budgets: BudgetController | None = None,
+        draft_budget: int | None = None,
         *,
         max_num_seqs: int = 8,
         token_budget: int = 512,
@@ -65,7 +68,7 @@ class Engine:
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.budgets = budgets or BudgetController(ADAPTIVE_DRAFT_TOKENS)
+        self.budgets = BudgetController(ADAPTIVE_DRAFT_TOKENS, draft_budget)
         self.drafter_failures = 0
         self._parked = drafter is None
         self.scheduler = Scheduler(BlockPool(target.num_blocks), BLOCK_SIZE, token_budget, max_num_seqs)

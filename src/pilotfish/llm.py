@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from pilotfish.backends.native import NativeBackend
 from pilotfish.backends.reference import ReferenceBackend
-from pilotfish.control.budget import BudgetController
-from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Speculation, parse_speculation
+from pilotfish.drafters.base import MAX_DRAFT_TOKENS, Speculation, parse_speculation
 from pilotfish.engine import Engine, Target
 from pilotfish.errors import InputError
 from pilotfish.loaders import load_model
@@ -177,7 +176,7 @@ class LLM:
         return Engine(
             self.target,
             chosen.make(),
-            BudgetController(ADAPTIVE_DRAFT_TOKENS, chosen.k),
+            chosen.k,
             max_num_seqs=self.max_num_seqs,
             new_detokenizer=partial(self.tokenizer.stream, continuing=not answers),
         )
