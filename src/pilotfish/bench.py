@@ -102,10 +102,12 @@ def decode(
     llm = LLM(model, threads=threads, weights=weights)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
     runs: dict[str, dict[str, list[_Run]]] = {text: {} for text in settings}
+    settings_in_turn = list(settings)
     for sample in track(samples, description="prompts", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         found: dict[str, list[_Run]] = {text: [] for text in settings}
         for _ in range(repeat):
-            for text in settings:
+            settings_in_turn.reverse()  # whoever always came first would always meet colder caches
+            for text in settings_in_turn:
                 completion = llm.generate(sample.prompt, params, chat=True, speculation=parsed[text])[0]
                 found[text].append(
                     _Run(

@@ -115,8 +115,9 @@ class Engine:
         """One pass through the target's weights."""
         started = now_ms()
         plan = self.scheduler.schedule(self._budget)
+        planned = now_ms()
         trees = self._propose(plan)
-        drafted = now_ms()
+        draft_ms = now_ms() - planned
         batch = self._batch(plan, trees)
         computed = now_ms()
         result = self.target.executable.forward(batch, self.target.kv, self._needs_logits(plan))
@@ -125,7 +126,7 @@ class Engine:
         updates = self._commit(plan, trees, verdicts)
         step_ms = now_ms() - started
         for update in updates:
-            update.request.timings.add(len(update.tokens), step_ms, drafted - started, forward_ms)
+            update.request.timings.add(len(update.tokens), step_ms, draft_ms, forward_ms)
             if update.finished:
                 self._end(update.request.id)
         return updates
