@@ -54,7 +54,7 @@ def curve(
     Speculation lives or dies by this curve: a draft of k tokens costs a pass of k + 1 rows.
     """
     counts = _row_counts(rows)
-    llm = LLM(model, threads=threads, weights=weights, context=None)
+    llm = LLM(model, threads=threads, weights=weights)
     times = _measure_curve(llm, counts, repeat)
     medians = [median(times[count]) for count in counts]
     gb = llm.weight_bytes / 1e9
