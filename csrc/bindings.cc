@@ -47,13 +47,13 @@ const Kernels& find_kernels(const std::string& path) {
 
 void forward(Executable& executable, Ints tokens, Ints positions, Ints slots, Ints prefix_lens, Ints path_starts,
              Ints path_slots, Ints row_starts, Array<const int32_t, 2> block_tables, Ints logit_rows, Kv& kv,
-             Array<int32_t, 1> argmax, nb::object logits, const std::vector<Array<float, 2>>& taps) {
+             Array<int32_t, 1> argmax, nb::object logits, const std::vector<Array<float, 2>>& taps, nb::object times) {
   const size_t rows = tokens.size(), wanted = logit_rows.size();
   need(positions.size() == rows && slots.size() == rows && prefix_lens.size() == rows && path_starts.size() == rows + 1,
        "the arrays of a tree batch differ in rows");
   need(row_starts.size() == block_tables.shape(0) + 1, "row_starts and block_tables differ in requests");
   need(argmax.size() == wanted, "argmax has not one element for each wanted row");
-  Output output{argmax.data(), nullptr, {}};
+  Output output{argmax.data(), nullptr, {}, nullptr, nullptr};
   if (!logits.is_none()) {
     const auto array = nb::cast<Array<float, 2>>(logits, false);
     need(array.shape(0) == wanted && array.shape(1) == static_cast<size_t>(executable.shape().vocab),
@@ -65,6 +65,14 @@ void forward(Executable& executable, Ints tokens, Ints positions, Ints slots, In
     need(taps[i].shape(0) == rows && taps[i].shape(1) == static_cast<size_t>(executable.tap_widths()[i]),
          "a tap is not [rows, width]");
     output.taps.push_back(taps[i].data());
+  }
+  if (!times.is_none()) {
+    const auto ms = nb::cast<Array<double, 1>>(times[nb::int_(0)], false);
+    const auto phases = nb::cast<Array<int32_t, 1>>(times[nb::int_(1)], false);
+    const size_t stages = executable.stages().size();
+    need(ms.size() == stages && phases.size() == stages, "times are not [stages]");
+    output.stage_ms = ms.data();
+    output.stage_phases = phases.data();
   }
   const Batch batch{static_cast<int>(rows),
                     static_cast<int>(block_tables.shape(0)),
@@ -139,7 +147,16 @@ void bind_executable(nb::module_& m) {
       .def("forward", &forward, "tokens"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
            "prefix_lens"_a.noconvert(), "path_starts"_a.noconvert(), "path_slots"_a.noconvert(),
            "row_starts"_a.noconvert(), "block_tables"_a.noconvert(), "logit_rows"_a.noconvert(), "kv"_a,
-           "argmax"_a.noconvert(), "logits"_a.none(), "taps"_a);
+           "argmax"_a.noconvert(), "logits"_a.none(), "taps"_a, "times"_a.none(),
+           "times: milliseconds and barriers of each stage, or None")
+      .def_prop_ro(
+          "stages",
+          [](const Executable& self) {
+            std::vector<std::vector<int>> ops;
+            for (const Stage& stage : self.stages()) ops.push_back(stage.ops);
+            return ops;
+          },
+          "The numbers of the operations in each stage, which are done between two barriers when there are few rows.");
 }
 
 void bind_kv(nb::module_& m) {
@@ -194,7 +211,10 @@ NB_MODULE(_native, m) {
   nb::class_<Pool>(m, "Pool", "Threads that run forward passes; the caller is one of them.")
       .def(nb::init<int>(), "threads"_a)
       .def_prop_ro("threads", &Pool::threads)
-      .def("read_gb_per_s", &read_gb_per_s, nb::call_guard<nb::gil_scoped_release>());
+      .def("read_gb_per_s", &read_gb_per_s, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "gmac_per_s", [](Pool& self, const std::string& path) { return gmac_per_s(self, find_kernels(path)); },
+          "path"_a, nb::call_guard<nb::gil_scoped_release>());
   bind_kv(m);
   bind_executable(m);
 }

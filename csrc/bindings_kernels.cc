@@ -68,25 +68,39 @@ Result<float> row_of(const PackedWeight& packed, int row) {
   return to_numpy(std::move(values), {size});
 }
 
+// Rows quantised as a linear reads them.
 struct Quantized {
-  std::vector<int8_t> q;
-  std::vector<float> scale;
-  std::vector<int32_t> sums;
+  std::vector<Group> groups;
+  Rows rows;
 
-  Quantized(const Kernels& kernels, const float* x, size_t rows, size_t inputs)
-      : q(rows * inputs), scale(rows * inputs / kGroup), sums(rows * inputs / (kGroup / 2)) {
-    for (size_t row = 0; row < rows; ++row)
-      kernels.quantize(x + row * inputs, static_cast<int>(inputs), &q[row * inputs], &scale[row * inputs / kGroup],
-                       &sums[row * inputs / (kGroup / 2)]);
+  Quantized(const Kernels& kernels, const float* x, size_t count, size_t inputs, bool integers) {
+    const size_t tiles = std::max<size_t>(1, (count + kernels.tile_rows - 1) / kernels.tile_rows);
+    const size_t tile = std::max<size_t>(1, (count + tiles - 1) / tiles);
+    if (integers) groups.resize(tiles * tile * (inputs / kGroup));
+    rows = {x, static_cast<int>(inputs), groups.data(), static_cast<int>(tile)};
+    for (size_t row = 0; integers && row < count; ++row) {
+      const size_t at = rows.row(static_cast<int>(row), static_cast<int>(inputs)) - groups.data();
+      kernels.quantize(x + row * inputs, static_cast<int>(inputs), &groups[at], static_cast<int>(tile));
+    }
   }
 };
 
-std::tuple<Result<int8_t>, Result<float>, Result<int32_t>> quantize(const std::string& path, Vector x) {
+// q [n], scale [n / 32], offset [n / 32], and [n / 32, 3]: minus, then minus_halves.
+std::tuple<Result<int8_t>, Result<float>, Result<float>, Result<int32_t>> quantize(const std::string& path, Vector x) {
   if (x.size() % kGroup != 0 || x.size() == 0) throw std::invalid_argument("x must hold whole groups of 32");
-  Quantized rows(kernels_of(path), x.data(), 1, x.size());
-  const size_t n = x.size();
-  return {to_numpy(std::move(rows.q), {n}), to_numpy(std::move(rows.scale), {n / kGroup}),
-          to_numpy(std::move(rows.sums), {n / (kGroup / 2)})};
+  const Quantized row(kernels_of(path), x.data(), 1, x.size(), true);
+  std::vector<int8_t> q;
+  std::vector<float> scale, offset;
+  std::vector<int32_t> minus;
+  for (const Group& group : row.groups) {
+    q.insert(q.end(), group.q, group.q + kGroup);
+    scale.push_back(group.scale);
+    offset.push_back(group.offset);
+    minus.insert(minus.end(), {group.minus, group.minus_halves[0], group.minus_halves[1]});
+  }
+  const size_t groups = row.groups.size();
+  return {to_numpy(std::move(q), {x.size()}), to_numpy(std::move(scale), {groups}),
+          to_numpy(std::move(offset), {groups}), to_numpy(std::move(minus), {groups, 3})};
 }
 
 Result<float> linear(const std::string& path, const PackedWeight& packed, Matrix x, std::optional<Vector> bias,
@@ -101,10 +115,10 @@ Result<float> linear(const std::string& path, const PackedWeight& packed, Matrix
     throw std::invalid_argument("out must be [rows, outputs]");
   std::vector<float> result(rows * outputs);
   if (out) std::copy_n(out->data(), result.size(), result.begin());
-  const Quantized quantized(kernels, x.data(), weight.scales == Scales::kNone ? 0 : rows, inputs);
-  const Rows input{x.data(), weight.inputs, quantized.q.data(), quantized.scale.data(), quantized.sums.data()};
-  kernels.linear(weight, input, 0, static_cast<int>(rows), 0, weight.panels, bias ? bias->data() : nullptr,
-                 result.data(), weight.outputs, out.has_value());
+  const Quantized input(kernels, x.data(), rows, inputs, weight.scales != Scales::kNone);
+  std::vector<float> sums(linear_scratch(static_cast<int>(rows)));
+  kernels.linear(weight, input.rows, 0, static_cast<int>(rows), 0, weight.panels, bias ? bias->data() : nullptr,
+                 result.data(), weight.outputs, out.has_value(), nullptr, sums.data());
   return to_numpy(std::move(result), {rows, outputs});
 }
 
@@ -113,6 +127,18 @@ std::tuple<int, float> argmax(const std::string& path, Vector x) {
   float best;
   const int index = kernels_of(path).argmax(x.data(), static_cast<int>(x.size()), &best);
   return {index, best};
+}
+
+int sample(const std::string& path, Vector logits, double temperature, double min_p, int top_k, double top_p,
+           uint64_t seed, uint64_t position) {
+  constexpr size_t kMost = 1 << 23;
+  if (logits.size() == 0 || logits.size() > kMost) throw std::invalid_argument("logits must be 1 to 2^23 numbers");
+  if (!(temperature >= 0) || !(min_p >= 0 && min_p <= 1) || top_k < 0 || !(top_p > 0 && top_p <= 1))
+    throw std::invalid_argument("a sampling parameter is out of range");
+  const Kernels& kernels = kernels_of(path);
+  const Sampling rule{temperature, min_p, top_k, top_p, seed, position};
+  const nb::gil_scoped_release release;
+  return kernels.sample(logits.data(), static_cast<int>(logits.size()), rule);
 }
 
 }  // namespace
@@ -130,4 +156,6 @@ void bind_kernels(nb::module_& m) {
   m.def("linear", linear, nb::arg("path"), nb::arg("weight"), nb::arg("x"), nb::arg("bias") = nb::none(),
         nb::arg("out") = nb::none());
   m.def("argmax", argmax, nb::arg("path"), nb::arg("x"));
+  m.def("sample", sample, nb::arg("path"), nb::arg("logits"), nb::arg("temperature"), nb::arg("min_p"),
+        nb::arg("top_k"), nb::arg("top_p"), nb::arg("seed"), nb::arg("position"));
 }

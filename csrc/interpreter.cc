@@ -1,6 +1,7 @@
 #include "interpreter.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -14,9 +15,9 @@ namespace {
 
 constexpr size_t kShareBytes = 128 << 10;  // of weights: long enough a stream, small against the caches
 constexpr int kSharesPerThread = 4;        // at least, so that small matrices divide evenly too
-constexpr size_t kRowBytes = 128 << 10;    // of input rows that meet one share while both are in the cache
+constexpr int kPair = 2;                   // panels that kernels compute together, if they can
 constexpr int kSpanRows = 16;              // rows of a request that attend together
-constexpr size_t kSmallWork = 2 << 10;     // numbers in rows that are done sooner than another thread would have come
+constexpr size_t kSmallWork = 8 << 10;     // numbers in rows that are done sooner than another thread would have come
 constexpr size_t kPartFloats = 4 << 20;    // of attention parts in memory at the same time
 
 bool is_integer(const Weight& weight) { return weight.scales != Scales::kNone; }
@@ -48,6 +49,19 @@ void need_ascending(const int32_t* starts, int count, int32_t end, const char* w
   if (starts[0] != 0 || starts[count] != end || !std::is_sorted(starts, starts + count + 1))
     refuse(std::string(what) + " do not ascend from 0 to " + std::to_string(end));
 }
+
+class Stopwatch {
+ public:
+  double lap_ms() {
+    const Clock::time_point before = last_;
+    last_ = Clock::now();
+    return std::chrono::duration<double, std::milli>(last_ - before).count();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point last_ = Clock::now();
+};
 
 }  // namespace
 
@@ -84,56 +98,130 @@ Executable::Executable(const Kernels& kernels, Pool& pool, const Shape& shape, c
   for (size_t i = 0; i < widths.size(); ++i) buffers_[i].width = widths[i];
 }
 
-// What a linear reads must be there as integers if one of its weights is; true: nobody has left them.
-bool Executable::needs_integers(int x, const Weight& weight) {
-  if (!is_integer(weight)) return false;
-  buffers_[x].integers = true;
-  return buffers_[x].from_linear;
+Stage& Executable::begin_stage() {
+  stages_.emplace_back();
+  stages_.back().ops.push_back(ops_++);
+  return stages_.back();
 }
 
-std::vector<Share> Executable::share(const std::vector<Part>& parts) const {
+// A linear reads x: it must be there as integers if its weight is. Nobody has made them when a linear wrote it.
+void Executable::read(int x, const Weight& weight) {
+  Buffer& buffer = buffers_[x];
+  if (!is_integer(weight) || (buffer.integers && !buffer.from_linear)) return;
+  buffer.integers = true;
+  if (!buffer.from_linear) return;
+  add_row(Quantize{x}, x, x, buffer.wanted_only);
+  --ops_;
+  stages_.back().ops.pop_back();
+}
+
+// `unit` panels stay together, as do the parts if `together`.
+std::vector<Share> Executable::share(const std::vector<Part>& parts, int unit, bool together) const {
   size_t bytes = 0;
   for (const Part& part : parts) bytes += part.weight->panels * part.weight->panel_bytes;
   const size_t each = std::min(kShareBytes, bytes / (pool_.threads() * kSharesPerThread));
   std::vector<Share> shares;
-  for (size_t i = 0; i < parts.size(); ++i) {
+  for (size_t i = 0; i < (together ? 1 : parts.size()); ++i) {
     const Weight& weight = *parts[i].weight;
-    const int most = std::max(1, static_cast<int>(each / weight.panel_bytes));
-    const int count = (weight.panels + most - 1) / most;
+    const size_t unit_bytes = unit * (together ? bytes / weight.panels : weight.panel_bytes);
+    const int units = (weight.panels + unit - 1) / unit, most = std::max(1, static_cast<int>(each / unit_bytes));
+    const int count = (units + most - 1) / most;
     for (int n = 0; n < count; ++n)
-      shares.push_back({static_cast<int>(i), weight.panels * n / count, weight.panels * (n + 1) / count});
+      shares.push_back(
+          {static_cast<int>(i), units * n / count * unit, std::min(units * (n + 1) / count * unit, weight.panels)});
   }
   return shares;
 }
 
-void Executable::add(Op op) {
-  auto wrote = [this](int out, int x, bool linear) {
-    buffers_[out].wanted_only = x >= 0 && buffers_[x].wanted_only;
-    buffers_[out].from_linear = linear;
+// Rows join the stage before when they are the same ones and it leaves each to itself.
+void Executable::add_row(RowOp op, int x, int out, bool wanted_only) {
+  const bool gather = std::holds_alternative<Gather>(op);
+  if (stages_.empty() || (!stages_.back().rows.empty() && (gather || stages_.back().wanted_only != wanted_only)) ||
+      (gather && !std::holds_alternative<Linear>(stages_.back().wide)))
+    begin_stage();
+  else
+    stages_.back().ops.push_back(ops_++);
+  Stage& stage = stages_.back();
+  stage.rows.push_back(std::move(op));
+  stage.wanted_only = wanted_only;
+  stage.width += buffers_[x].width;
+  buffers_[out].wanted_only = wanted_only;
+  buffers_[out].from_linear = false;
+}
+
+void Executable::add(Embed op) { add_row(op, op.out, op.out, false); }
+void Executable::add(Norm op) {
+  const int x = op.x, out = op.out;
+  add_row(std::move(op), x, out, buffers_[x].wanted_only);
+}
+void Executable::add(Gather op) { add_row(op, op.x, op.out, true); }
+void Executable::add(Tap op) {
+  op.index = static_cast<int>(tap_widths_.size());
+  tap_widths_.push_back(buffers_[op.x].width);
+  const bool from_linear = buffers_[op.x].from_linear;
+  add_row(op, op.x, op.x, buffers_[op.x].wanted_only);
+  buffers_[op.x].from_linear = from_linear;
+}
+
+void Executable::add(Linear op) {
+  for (const Part& part : op.parts) read(op.x, *part.weight);
+  op.shares = share(op.parts, kPair, false);
+  buffers_[op.out].wanted_only = buffers_[op.x].wanted_only;
+  buffers_[op.out].from_linear = true;
+  begin_stage().wide = std::move(op);
+}
+
+// The linear that has just written `out` and nothing else, if that is what came last.
+Linear* Executable::last_linear(int out) {
+  if (stages_.empty() || !stages_.back().rows.empty()) return nullptr;
+  auto* linear = std::get_if<Linear>(&stages_.back().wide);
+  const bool free = std::holds_alternative<std::monostate>(stages_.back().columns);
+  return linear && free && linear->out == out && !linear->add ? linear : nullptr;
+}
+
+// Whoever computes heads also turns and stores them.
+void Executable::add(RopeKv op) {
+  Linear* linear = last_linear(op.qkv);
+  auto whole_heads = [this](const Part& part) {
+    return part.column % shape_.head_dim == 0 && part.weight->outputs % shape_.head_dim == 0;
   };
-  if (auto* embed = std::get_if<Embed>(&op)) wrote(embed->out, -1, false);
-  if (auto* norm = std::get_if<Norm>(&op)) wrote(norm->out, norm->x, false);
-  if (auto* rope = std::get_if<RopeKv>(&op)) buffers_[rope->qkv].from_linear = true;
-  if (auto* attention = std::get_if<Attention>(&op)) wrote(attention->out, attention->qkv, false);
-  if (auto* gated = std::get_if<Gated>(&op)) wrote(gated->out, gated->x, false);
-  if (auto* gather = std::get_if<Gather>(&op)) {
-    wrote(gather->out, gather->x, false);
-    buffers_[gather->out].wanted_only = true;
+  if (linear && std::all_of(linear->parts.begin(), linear->parts.end(), whole_heads)) {
+    linear->shares = share(linear->parts, shape_.head_dim / kPanel, false);
+    stages_.back().ops.push_back(ops_++);
+    stages_.back().columns = std::move(op);
+    return;
   }
-  if (auto* linear = std::get_if<Linear>(&op)) {
-    for (const Part& part : linear->parts) linear->quantize |= needs_integers(linear->x, *part.weight);
-    linear->shares = share(linear->parts);
-    wrote(linear->out, linear->x, true);
+  const int qkv = op.qkv;
+  add_row(std::move(op), qkv, qkv, false);
+  buffers_[qkv].from_linear = true;
+}
+
+// Whoever computes columns of both halves also joins them: whole groups, so that they can be quantised.
+void Executable::add(Gated op) {
+  Linear* linear = last_linear(op.x);
+  const int half = buffers_[op.out].width;
+  if (linear && linear->parts.size() == 2 && linear->parts[0].column == 0 && linear->parts[1].column == half &&
+      linear->parts[0].weight->outputs == half) {
+    linear->together = true;
+    linear->shares = share(linear->parts, kGroup / kPanel, true);
+    stages_.back().ops.push_back(ops_++);
+    stages_.back().columns = op;
+    buffers_[op.out].wanted_only = buffers_[op.x].wanted_only;
+    buffers_[op.out].from_linear = false;
+    return;
   }
-  if (auto* head = std::get_if<Head>(&op)) {
-    head->quantize = needs_integers(head->x, *head->weight);
-    head->shares = share({{head->weight, {}, 0}});
-  }
-  if (auto* tap = std::get_if<Tap>(&op)) {
-    tap->index = static_cast<int>(tap_widths_.size());
-    tap_widths_.push_back(buffers_[tap->x].width);
-  }
-  ops_.push_back(std::move(op));
+  add_row(op, op.x, op.out, buffers_[op.x].wanted_only);
+}
+
+void Executable::add(Attention op) {
+  buffers_[op.out].wanted_only = buffers_[op.out].from_linear = false;
+  begin_stage().wide = op;
+}
+
+void Executable::add(Head op) {
+  read(op.x, *op.weight);
+  op.shares = share({{op.weight, {}, 0}}, kPair, false);
+  begin_stage().wide = std::move(op);
 }
 
 void Executable::forward(const Batch& batch, Kv& kv, const Output& output) {
@@ -146,23 +234,32 @@ void Executable::forward(const Batch& batch, Kv& kv, const Output& output) {
   plan_attention(batch);
   reserve(batch, output.logits != nullptr);
   pool_.run([this](Pool::Member& member) {
-    for (const Op& op : ops_) std::visit([&](const auto& one) { run(one, member); }, op);
+    const bool timed = output_->stage_ms && member.thread == 0;
+    Stopwatch watch;
+    uint32_t before = member.wait();
+    for (size_t i = 0; i < stages_.size(); ++i) {
+      run(stages_[i], member);
+      if (!timed) continue;
+      const uint32_t phases = member.wait();  // the next stage would wait anyway
+      output_->stage_ms[i] = watch.lap_ms();
+      output_->stage_phases[i] = static_cast<int32_t>(phases - before);
+      before = phases;
+    }
   });
   choose();
 }
 
 void Executable::reserve(const Batch& batch, bool logits) {
   for (Buffer& buffer : buffers_) {
-    const size_t cells = static_cast<size_t>(rows(buffer)) * buffer.width;
-    buffer.x.reserve(cells);
-    if (!buffer.integers) continue;
-    buffer.q.reserve(cells);
-    buffer.scale.reserve(cells / kGroup);
-    buffer.sums.reserve(cells / kGroup * 2);
+    const int count = rows(buffer), tiles = std::max(1, (count + kernels_.tile_rows - 1) / kernels_.tile_rows);
+    buffer.x.reserve(static_cast<size_t>(count) * buffer.width);
+    buffer.tile = std::max(1, (count + tiles - 1) / tiles);
+    if (buffer.integers) buffer.groups.reserve(static_cast<size_t>(tiles) * buffer.tile * (buffer.width / kGroup));
   }
   scores_.reserve(pool_.threads() * attend_scratch_);
-  for (const Op& op : ops_) {
-    const auto* head = std::get_if<Head>(&op);
+  sums_.reserve(pool_.threads() * linear_scratch(batch.rows));
+  for (const Stage& stage : stages_) {
+    const auto* head = std::get_if<Head>(&stage.wide);
     if (!head) continue;
     best_.resize(head->shares.size() * batch.wanted);
     best_ids_.resize(best_.size());
@@ -184,7 +281,9 @@ void Executable::plan_attention(const Batch& batch) {
     if (first_span == spans) return;
     const int task0 = static_cast<int>(tasks_.size());
     plan_tasks(first_span, spans);
-    waves_.push_back({spans_[first_span].row0, end_row, task0, static_cast<int>(tasks_.size())});
+    int chunks = 0;
+    for (int span = first_span; span < spans; ++span) chunks = std::max(chunks, spans_[span].chunks);
+    waves_.push_back({spans_[first_span].row0, end_row, task0, static_cast<int>(tasks_.size()), chunks});
     most = std::max(most, floats);
     floats = 0;
     first_span = spans;
@@ -221,149 +320,189 @@ void Executable::plan_tasks(int span0, int span1) {
   }
 }
 
-// body(row) for each row of this width, divided among the threads where that pays.
-template <class Body>
-void Executable::each_row(Pool::Member& member, int rows, int width, const Body& body) const {
-  if (rows > 1 && static_cast<size_t>(rows) * width > kSmallWork) return member.phase(rows, body);
-  member.phase(1, [&](int) {
-    for (int row = 0; row < rows; ++row) body(row);
-  });
-}
-
-void Executable::quantize(const Buffer& buffer, int row) const {
+// Columns in whole groups, or all of them.
+void Executable::quantize(const Buffer& buffer, int row, int column, int width) const {
   if (!buffer.integers) return;
-  const size_t cell = static_cast<size_t>(row) * buffer.width;
-  kernels_.quantize(buffer.row(row), buffer.width, buffer.q.data() + cell, buffer.scale.data() + cell / kGroup,
-                    buffer.sums.data() + cell / kGroup * 2);
-}
-
-void Executable::quantize_all(const Buffer& buffer, Pool::Member& member) const {
-  each_row(member, rows(buffer), buffer.width, [&](int row) { quantize(buffer, row); });
+  const size_t at = buffer.rows().row(row, buffer.width) - buffer.groups.data() + column / kGroup * buffer.tile;
+  kernels_.quantize(buffer.row(row) + column, width, buffer.groups.data() + at, buffer.tile);
 }
 
 void Executable::multiply(const Weight& weight, const Buffer& x, const float* bias, int panel0, int panel1, float* out,
-                          int stride, bool add) const {
-  const size_t row_bytes = static_cast<size_t>(x.width) * (is_integer(weight) ? sizeof(int8_t) : sizeof(float));
-  const int at_once = std::max<int>(kSpanRows, static_cast<int>(kRowBytes / row_bytes));
-  for (int row = 0, end; row < rows(x); row = end) {
-    end = std::min(row + at_once, rows(x));
-    kernels_.linear(weight, x.rows(), row, end, panel0, panel1, bias, out, stride, add);
+                          int stride, bool add, const uint8_t* next, int thread) const {
+  if (rows(x) == 0) return;
+  float* sums = sums_.data() + linear_scratch(rows(x)) * thread;
+  kernels_.linear(weight, x.rows(), 0, rows(x), panel0, panel1, bias, out, stride, add, next, sums);
+}
+
+// item(i) for all items, then row_item(row) for all rows: divided too, or at once by whoever is last, if that is
+// sooner.
+template <class Item, class RowItem>
+void Executable::run(Pool::Member& member, int items, const Item& item, int row0, int row1, size_t width,
+                     const RowItem& row_item) const {
+  if (row1 - row0 > 1 && (row1 - row0) * width > kSmallWork) {
+    member.phase(items, item);
+    member.phase(row1 - row0, [&](int index) { row_item(row0 + index); });
+  } else {
+    member.phase(items, item, [&] {
+      for (int row = row0; row < row1; ++row) row_item(row);
+    });
   }
 }
 
-void Executable::run(const Embed& op, Pool::Member& member) {
-  const Buffer& out = buffers_[op.out];
-  each_row(member, batch_->rows, out.width, [&](int row) {
-    unpack_row(*op.weight, batch_->tokens[row], out.row(row));
-    quantize(out, row);
-  });
+void Executable::run(const Stage& stage, Pool::Member& member) {
+  if (const auto* attention = std::get_if<Attention>(&stage.wide)) return run_attention(stage, *attention, member);
+  const int count = stage.wanted_only ? batch_->wanted : batch_->rows;
+  auto row_item = [&](int row) { run_rows(stage, row); };
+  if (const auto* linear = std::get_if<Linear>(&stage.wide)) {
+    auto item = [&](int index) { run_share(stage, *linear, index, member.thread); };
+    run(member, static_cast<int>(linear->shares.size()), item, 0, count, stage.width, row_item);
+  } else if (const auto* head = std::get_if<Head>(&stage.wide)) {
+    member.phase(static_cast<int>(head->shares.size()),
+                 [&](int index) { run_share(stage, *head, index, member.thread); });
+  } else {
+    run(member, 1, [](int) {}, 0, count, stage.width, row_item);
+  }
 }
 
-void Executable::run(const Norm& op, Pool::Member& member) {
-  const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
-  each_row(member, rows(x), x.width, [&](int row) {
-    kernels_.norm(x.row(row), op.weight.data(), op.eps, x.width, out.row(row));
-    quantize(out, row);
-  });
+void Executable::run_rows(const Stage& stage, int row) {
+  for (const RowOp& op : stage.rows) std::visit([&](const auto& one) { run_row(one, row); }, op);
 }
 
-void Executable::run(const Linear& op, Pool::Member& member) {
+// Where the weights of a share begin; nullptr where there are none.
+const uint8_t* Executable::weights_of(const Stage& stage, int index, int part) const {
+  const auto* head = std::get_if<Head>(&stage.wide);
+  const auto* linear = std::get_if<Linear>(&stage.wide);
+  if (!head && !linear) return nullptr;
+  const Share& share = head ? head->shares[index] : linear->shares[index];
+  const Weight& weight = head ? *head->weight : *linear->parts[linear->together ? part : share.part].weight;
+  return weight.data + share.panel0 * weight.panel_bytes;
+}
+
+// Where the weights begin that a thread will need after a share, most likely.
+const uint8_t* Executable::weights_after(const Stage& stage, int index, int thread) const {
+  const Stage* at = &stage;
+  for (bool same = true; at < stages_.data() + stages_.size(); ++at, same = false) {
+    const auto* head = std::get_if<Head>(&at->wide);
+    const auto* linear = std::get_if<Linear>(&at->wide);
+    if (!head && !linear) continue;
+    const int shares = static_cast<int>(head ? head->shares.size() : linear->shares.size());
+    const int next = same ? index + 1 : pool_.first_item(shares, thread);
+    if (next < (same ? pool_.first_item(shares, thread + 1) : shares)) return weights_of(*at, next, 0);
+  }
+  return nullptr;
+}
+
+void Executable::run_share(const Stage& stage, const Linear& op, int index, int thread) {
+  const Share& share = op.shares[index];
   const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
-  if (rows(x) == 0) return;
-  if (op.quantize) quantize_all(x, member);
-  member.phase(static_cast<int>(op.shares.size()), [&](int index) {
-    const Share& share = op.shares[index];
-    const Part& part = op.parts[share.part];
+  const int count = rows(x);
+  const size_t part0 = op.together ? 0 : share.part, part1 = op.together ? op.parts.size() : share.part + 1;
+  for (size_t i = part0; i < part1; ++i) {
+    const Part& part = op.parts[i];
     multiply(*part.weight, x, part.bias.empty() ? nullptr : part.bias.data(), share.panel0, share.panel1,
-             out.row(0) + part.column, out.width, op.add);
-  });
+             out.row(0) + part.column, out.width, op.add,
+             i + 1 < part1 ? weights_of(stage, index, static_cast<int>(i) + 1) : weights_after(stage, index, thread),
+             thread);
+  }
+  const int column0 = share.panel0 * kPanel;
+  const int column1 = std::min(share.panel1 * kPanel, op.parts[share.part].weight->outputs);
+  if (const auto* act = std::get_if<Gated>(&stage.columns)) {
+    for (int row = 0; row < count; ++row) gated(*act, row, column0, column1);
+  } else if (const auto* kv = std::get_if<RopeKv>(&stage.columns)) {
+    const int column = op.parts[share.part].column, dim = shape_.head_dim;
+    for (int row = 0; row < count; ++row) rope(*kv, row, (column + column0) / dim, (column + column1) / dim);
+  }
 }
 
-void Executable::run(const RopeKv& op, Pool::Member& member) {
+void Executable::run_share(const Stage& stage, const Head& op, int index, int thread) {
+  const Buffer& x = buffers_[op.x];
+  const int wanted = rows(x), width = widest(op.shares);
+  const Share& share = op.shares[index];
+  const Weight weight = slice(*op.weight, share.panel0, share.panel1);
+  const int stride = output_->logits ? shape_.vocab : width;
+  float* logits = output_->logits ? output_->logits + share.panel0 * kPanel
+                                  : logits_.data() + static_cast<size_t>(thread) * wanted * width;
+  multiply(weight, x, nullptr, 0, weight.panels, logits, stride, false, weights_after(stage, index, thread), thread);
+  for (int row = 0; row < wanted; ++row) {
+    const size_t best = static_cast<size_t>(index) * wanted + row;
+    best_ids_[best] = share.panel0 * kPanel +
+                      kernels_.argmax(logits + static_cast<size_t>(row) * stride, weight.outputs, &best_[best]);
+  }
+}
+
+void Executable::run_attention(const Stage& stage, const Attention& op, Pool::Member& member) {
   const Buffer& qkv = buffers_[op.qkv];
-  const KvLayer kv = kv_->layer(op.layer);
-  const int half = shape_.head_dim / 2;
-  each_row(member, batch_->rows, qkv.width, [&](int row) {
-    const int slot = batch_->slots[row];
-    const int block = batch_->block_tables[requests_[row] * batch_->table_blocks + slot / kBlockSlots];
-    const size_t angle = static_cast<size_t>(batch_->positions[row]) * half;
-    kernels_.rope_kv(qkv.row(row), shape_.heads, op.q_norm.empty() ? nullptr : op.q_norm.data(),
-                     op.k_norm.empty() ? nullptr : op.k_norm.data(), op.eps, shape_.cos + angle, shape_.sin + angle, kv,
-                     block, slot % kBlockSlots);
-  });
-}
-
-void Executable::run(const Attention& op, Pool::Member& member) {
-  const Buffer &qkv = buffers_[op.qkv], &out = buffers_[op.out];
   const KvLayer kv = kv_->layer(op.layer);
   const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape_.head_dim)));
   float* scratch = scores_.data() + member.thread * attend_scratch_;
   for (const Wave& wave : waves_) {
     const int tasks = wave.task1 - wave.task0;
-    member.phase(tasks * shape_.kv_heads, [&](int item) {
-      const Task& task = tasks_[wave.task0 + item % tasks];
+    auto item = [&](int index) {
+      const Task& task = tasks_[wave.task0 + index % tasks];
       const Span& span = spans_[task.span];
       const AttentionRows rows = {qkv.x.data(),        qkv.width,
                                   shape_.heads,        batch_->positions,
                                   batch_->prefix_lens, batch_->path_starts,
                                   batch_->path_slots,  batch_->block_tables + span.request * batch_->table_blocks};
       float* part = parts_.data() + span.part + span.chunk_floats * task.chunk;
-      kernels_.attend(rows, kv, span.row0, span.row1, item / tasks, task.chunk, scale, part, part_stride_, scratch);
-    });
-    each_row(member, wave.row1 - wave.row0, out.width, [&](int index) {
-      const int row = wave.row0 + index;
-      const Span& span = spans_[spans_of_rows_[row]];
-      for (int head = 0; head < shape_.heads; ++head) {
-        const size_t part = (static_cast<size_t>(row - span.row0) * shape_.heads + head) * part_stride_;
-        kernels_.combine(parts_.data() + span.part + part, span.chunk_floats, batch_->positions[row] / kChunk + 1,
-                         shape_.head_dim, out.row(row) + head * shape_.head_dim);
-      }
-      quantize(out, row);
+      kernels_.attend(rows, kv, span.row0, span.row1, index / tasks, task.chunk, scale, part, part_stride_, scratch);
+    };
+    const size_t width = stage.width + static_cast<size_t>(wave.chunks) * buffers_[op.out].width;
+    run(member, tasks * shape_.kv_heads, item, wave.row0, wave.row1, width, [&](int row) {
+      combine(op, row);
+      run_rows(stage, row);
     });
   }
 }
 
-void Executable::run(const Gated& op, Pool::Member& member) {
+void Executable::combine(const Attention& op, int row) {
+  const Buffer& out = buffers_[op.out];
+  const Span& span = spans_[spans_of_rows_[row]];
+  for (int head = 0; head < shape_.heads; ++head) {
+    const size_t part = (static_cast<size_t>(row - span.row0) * shape_.heads + head) * part_stride_;
+    kernels_.combine(parts_.data() + span.part + part, span.chunk_floats, batch_->positions[row] / kChunk + 1,
+                     shape_.head_dim, out.row(row) + head * shape_.head_dim);
+  }
+  quantize(out, row, 0, out.width);
+}
+
+void Executable::run_row(const Embed& op, int row) {
+  const Buffer& out = buffers_[op.out];
+  unpack_row(*op.weight, batch_->tokens[row], out.row(row));
+  quantize(out, row, 0, out.width);
+}
+
+void Executable::run_row(const Norm& op, int row) {
   const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
-  each_row(member, rows(x), x.width, [&](int row) {
-    kernels_.gated(x.row(row), out.width, out.row(row));
-    quantize(out, row);
-  });
+  kernels_.norm(x.row(row), op.weight.data(), op.eps, x.width, out.row(row));
+  quantize(out, row, 0, out.width);
 }
 
-void Executable::run(const Tap& op, Pool::Member& member) {
+void Executable::run_row(const Tap& op, int row) {
   const Buffer& x = buffers_[op.x];
-  each_row(member, rows(x), x.width, [&](int row) {
-    memcpy(output_->taps[op.index] + static_cast<size_t>(row) * x.width, x.row(row), x.width * sizeof(float));
-  });
+  memcpy(output_->taps[op.index] + static_cast<size_t>(row) * x.width, x.row(row), x.width * sizeof(float));
 }
 
-void Executable::run(const Gather& op, Pool::Member& member) {
+void Executable::run_row(const Gather& op, int row) {
   const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
-  each_row(member, batch_->wanted, x.width, [&](int index) {
-    memcpy(out.row(index), x.row(batch_->logit_rows[index]), x.width * sizeof(float));
-    quantize(out, index);
-  });
+  memcpy(out.row(row), x.row(batch_->logit_rows[row]), x.width * sizeof(float));
+  quantize(out, row, 0, out.width);
 }
 
-void Executable::run(const Head& op, Pool::Member& member) {
-  const Buffer& x = buffers_[op.x];
-  const int wanted = rows(x), width = widest(op.shares);
-  if (rows(x) == 0) return;
-  if (op.quantize) quantize_all(x, member);
-  member.phase(static_cast<int>(op.shares.size()), [&](int index) {
-    const Share& share = op.shares[index];
-    const Weight weight = slice(*op.weight, share.panel0, share.panel1);
-    const int stride = output_->logits ? shape_.vocab : width;
-    float* logits = output_->logits ? output_->logits + share.panel0 * kPanel
-                                    : logits_.data() + static_cast<size_t>(member.thread) * wanted * width;
-    multiply(weight, x, nullptr, 0, weight.panels, logits, stride, false);
-    for (int row = 0; row < wanted; ++row) {
-      const size_t best = static_cast<size_t>(index) * wanted + row;
-      best_ids_[best] = share.panel0 * kPanel +
-                        kernels_.argmax(logits + static_cast<size_t>(row) * stride, weight.outputs, &best_[best]);
-    }
-  });
+void Executable::rope(const RopeKv& op, int row, int head0, int head1) {
+  const int slot = batch_->slots[row];
+  const int block = batch_->block_tables[requests_[row] * batch_->table_blocks + slot / kBlockSlots];
+  const size_t angle = static_cast<size_t>(batch_->positions[row]) * (shape_.head_dim / 2);
+  kernels_.rope_kv(buffers_[op.qkv].row(row), head0, head1, shape_.heads,
+                   op.q_norm.empty() ? nullptr : op.q_norm.data(), op.k_norm.empty() ? nullptr : op.k_norm.data(),
+                   op.eps, shape_.cos + angle, shape_.sin + angle, kv_->layer(op.layer), block, slot % kBlockSlots);
+}
+
+void Executable::gated(const Gated& op, int row, int column0, int column1) {
+  const Buffer& out = buffers_[op.out];
+  const float* gate = buffers_[op.x].row(row) + column0;
+  kernels_.gated(gate, gate + out.width, column1 - column0, out.row(row) + column0);
+  quantize(out, row, column0, column1 - column0);
 }
 
 // Shares come in the order of token ids, so the first of equals is the lowest.

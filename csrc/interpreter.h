@@ -37,7 +37,7 @@ class Scratch {
   size_t count_ = 0;
 };
 
-// Panels that one thread computes at a time, of one of the matrices of an operation.
+// Panels that one thread computes at a time, of one of the matrices of an operation or the same panels of all.
 struct Share {
   int part, panel0, panel1;
 };
@@ -63,7 +63,7 @@ struct Linear {
   std::vector<Part> parts;
   int out;
   bool add;
-  bool quantize = false;  // x as the operation before left it has no integers yet
+  bool together = false;  // a share is of all parts
   std::vector<Share> shares = {};
 };
 struct RopeKv {
@@ -87,10 +87,23 @@ struct Gather {
 struct Head {
   int x;
   const Weight* weight;
-  bool quantize = false;
   std::vector<Share> shares = {};
 };
-using Op = std::variant<Embed, Norm, Linear, RopeKv, Attention, Gated, Tap, Gather, Head>;
+struct Quantize {  // of rows that a linear wrote
+  int x;
+};
+using RowOp = std::variant<Embed, Norm, RopeKv, Gated, Tap, Gather, Quantize>;
+
+// What is done between two barriers when there are few rows: an operation that is divided by columns, heads and chunks,
+// what can follow for the same columns, and operations on whole rows, one after the other for each row.
+struct Stage {
+  std::variant<std::monostate, Linear, Attention, Head> wide = {};
+  std::variant<std::monostate, RopeKv, Gated> columns = {};
+  std::vector<RowOp> rows = {};
+  bool wanted_only = false;   // `rows` are the rows of the head
+  size_t width = 0;           // numbers of a row that `rows` reads
+  std::vector<int> ops = {};  // what it holds of the program
+};
 
 // What attention and rotation need to know of a model.
 struct Shape {
@@ -121,6 +134,8 @@ struct Output {
   int32_t* argmax;           // [wanted]
   float* logits;             // [wanted, vocab], or nullptr when nobody asks
   std::vector<float*> taps;  // each [rows, width]
+  double* stage_ms;          // [stages], or nullptr when nobody asks
+  int32_t* stage_phases;     // [stages], with stage_ms
 };
 
 // A program bound to weights, which must outlive it.
@@ -129,11 +144,20 @@ class Executable {
   // `widths` are those of the buffers.
   Executable(const Kernels& kernels, Pool& pool, const Shape& shape, const std::vector<int>& widths);
 
-  // Appends an operation; native.py has checked that its buffers and weights fit.
-  void add(Op op);
+  // Append an operation; native.py has checked that its buffers and weights fit.
+  void add(Embed op);
+  void add(Norm op);
+  void add(Linear op);
+  void add(RopeKv op);
+  void add(Attention op);
+  void add(Gated op);
+  void add(Tap op);
+  void add(Gather op);
+  void add(Head op);
 
   const Shape& shape() const { return shape_; }
   const std::vector<int>& tap_widths() const { return tap_widths_; }
+  const std::vector<Stage>& stages() const { return stages_; }
 
   // Passes from several callers come one after the other.
   void forward(const Batch& batch, Kv& kv, const Output& output);
@@ -145,12 +169,11 @@ class Executable {
     bool from_linear = false;  // the last to write it was a linear, which leaves no whole rows behind
     bool wanted_only = false;  // holds the rows of the head only
     Scratch<float> x;          // [rows, width]
-    Scratch<int8_t> q;         // [rows, width]
-    Scratch<float> scale;      // [rows, width / 32]
-    Scratch<int32_t> sums;     // [rows, width / 16]
+    Scratch<Group> groups;     // [tiles, width / 32, tile]
+    int tile = 1;              // rows, in this pass
 
     float* row(int index) const { return x.data() + static_cast<size_t>(index) * width; }
-    Rows rows() const { return {x.data(), width, q.data(), scale.data(), sums.data()}; }
+    Rows rows() const { return {x.data(), width, groups.data(), tile}; }
   };
 
   // Consecutive rows of one request whose attention is one task for each kv head and chunk.
@@ -164,32 +187,44 @@ class Executable {
   };
   // Spans whose parts are in memory at the same time.
   struct Wave {
-    int row0, row1, task0, task1;
+    int row0, row1, task0, task1, chunks;
   };
 
   void reserve(const Batch& batch, bool logits);
   void plan_attention(const Batch& batch);
   void plan_tasks(int span0, int span1);
-  bool needs_integers(int x, const Weight& weight);
-  std::vector<Share> share(const std::vector<Part>& parts) const;
+  Stage& begin_stage();
+  void add_row(RowOp op, int x, int out, bool wanted_only);
+  void read(int x, const Weight& weight);
+  Linear* last_linear(int out);
+  std::vector<Share> share(const std::vector<Part>& parts, int unit, bool together) const;
   int rows(const Buffer& buffer) const { return buffer.wanted_only ? batch_->wanted : batch_->rows; }
-  void quantize(const Buffer& buffer, int row) const;
-  void quantize_all(const Buffer& buffer, Pool::Member& member) const;
-  template <class Body>
-  void each_row(Pool::Member& member, int rows, int width, const Body& body) const;
+  void quantize(const Buffer& buffer, int row, int column, int width) const;
   void multiply(const Weight& weight, const Buffer& x, const float* bias, int panel0, int panel1, float* out,
-                int stride, bool add) const;
+                int stride, bool add, const uint8_t* next, int thread) const;
+  const uint8_t* weights_of(const Stage& stage, int index, int part) const;
+  const uint8_t* weights_after(const Stage& stage, int index, int thread) const;
   void choose() const;
 
-  void run(const Embed& op, Pool::Member& member);
-  void run(const Norm& op, Pool::Member& member);
-  void run(const Linear& op, Pool::Member& member);
-  void run(const RopeKv& op, Pool::Member& member);
-  void run(const Attention& op, Pool::Member& member);
-  void run(const Gated& op, Pool::Member& member);
-  void run(const Tap& op, Pool::Member& member);
-  void run(const Gather& op, Pool::Member& member);
-  void run(const Head& op, Pool::Member& member);
+  void run(const Stage& stage, Pool::Member& member);
+  template <class Item, class RowItem>
+  void run(Pool::Member& member, int items, const Item& item, int row0, int row1, size_t width,
+           const RowItem& row_item) const;
+  void run_rows(const Stage& stage, int row);
+  void run_attention(const Stage& stage, const Attention& op, Pool::Member& member);
+  void run_share(const Stage& stage, const Linear& op, int index, int thread);
+  void run_share(const Stage& stage, const Head& op, int index, int thread);
+  void combine(const Attention& op, int row);
+
+  void run_row(const Embed& op, int row);
+  void run_row(const Norm& op, int row);
+  void run_row(const RopeKv& op, int row) { rope(op, row, 0, shape_.heads + 2 * shape_.kv_heads); }
+  void run_row(const Gated& op, int row) { gated(op, row, 0, buffers_[op.out].width); }
+  void run_row(const Tap& op, int row);
+  void run_row(const Gather& op, int row);
+  void run_row(const Quantize& op, int row) { quantize(buffers_[op.x], row, 0, buffers_[op.x].width); }
+  void rope(const RopeKv& op, int row, int head0, int head1);
+  void gated(const Gated& op, int row, int column0, int column1);
 
   const Kernels& kernels_;
   Pool& pool_;
@@ -197,7 +232,8 @@ class Executable {
   const size_t part_stride_;
   const size_t attend_scratch_;
   std::vector<Buffer> buffers_;
-  std::vector<Op> ops_;
+  std::vector<Stage> stages_;
+  int ops_ = 0;
   std::vector<int> tap_widths_;
 
   // Of the pass that runs now.
@@ -212,6 +248,7 @@ class Executable {
   std::vector<Wave> waves_;
   Scratch<float> parts_;
   Scratch<float> scores_;      // [threads, attend_scratch_]
+  Scratch<float> sums_;        // [threads, linear_scratch(rows)]
   Scratch<float> logits_;      // [threads, wanted, outputs of a share], when nobody asks for logits
   std::vector<float> best_;    // [shares, wanted]
   std::vector<int> best_ids_;  // [shares, wanted]

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
+#include "sampler.h"
 
 #define PF_TEXT_OF(x) #x
 #define PF_TEXT(x) PF_TEXT_OF(x)
@@ -12,6 +13,7 @@
 namespace pilotfish::PF_PATH {
 
 extern const Kernels kernels;
-const Kernels kernels = {PF_TEXT(PF_PATH), quantize, linear, norm, gated, rope_kv, attend, combine, argmax};
+const Kernels kernels = {PF_TEXT(PF_PATH), kTileRows, quantize, linear, norm,   gated,
+                         rope_kv,          attend,    combine,  dots,   argmax, sample};
 
 }  // namespace pilotfish::PF_PATH

@@ -57,13 +57,28 @@ struct Weight {
   const uint8_t* data;  // 64-byte aligned
 };
 
-// The input rows of a linear, as floats and (for integer weights) quantised: x = q * scale of its group.
+constexpr int kZeroByHalf = zero_of(Values::kU6, Scales::kSuper16);
+
+// Thirty-two quantised numbers of a row, x = q * scale, and what a linear needs to know of them: one cache line.
+struct alignas(64) Group {
+  int8_t q[kGroup];  // within -127..127
+  float scale;
+  float offset;             // scale * (sum of q)
+  int32_t minus;            // -(sum of q)
+  int32_t minus_halves[2];  // the same over each half, times kZeroByHalf
+};
+
+// The input rows of a linear, as floats and (for integer weights) quantised. The rows of a tile lie interleaved, so
+// that a kernel finds the same group of all of them side by side.
 struct Rows {
   const float* x;  // [rows, stride]
   int stride;
-  const int8_t* q;      // [rows, inputs]   within -127..127
-  const float* scale;   // [rows, inputs / 32]
-  const int32_t* sums;  // [rows, inputs / 16]   sum of q over each half group
+  const Group* groups;  // [tiles, inputs / 32, tile]
+  int tile;             // rows
+
+  const Group* row(int index, int inputs) const {
+    return groups + static_cast<size_t>(index / tile) * tile * (inputs / kGroup) + index % tile;
+  }
 };
 
 // One model's keys and values. K of a block and head is [head_dim, 16 slots], so that the scores of 16 slots come out
@@ -94,21 +109,37 @@ constexpr size_t attend_scratch(int head_dim) {
   return static_cast<size_t>(kPairs) * kChunk + static_cast<size_t>(head_dim) * kBlockSlots / 2;
 }
 
+// How the token at a position is chosen: the numbers of SamplingParams (request.py) and what keys the noise.
+struct Sampling {
+  double temperature;  // 0: the likeliest token
+  double min_p;        // 0: no such filter
+  int top_k;           // 0: no such filter
+  double top_p;        // 1: no such filter
+  uint64_t seed;
+  uint64_t position;
+};
+
+// Floats: sums of a panel or two.
+constexpr size_t linear_scratch(int rows) { return static_cast<size_t>(rows) * 2 * kPanel; }
+
 struct Kernels {
   const char* path;
+  int tile_rows;  // the most rows of a tile
 
-  // q, scale, sums of one row: scale = max|x| / 127 over each 32, q rounded to nearest even.
-  void (*quantize)(const float* x, int n, int8_t* q, float* scale, int32_t* sums);
+  // The groups of n numbers to out[0], out[stride], ...: scale = max|x| / 127 over each 32, q rounded to nearest even.
+  void (*quantize)(const float* x, int n, Group* out, int stride);
   // out[row, 0 .. 16 * panels) for rows [row0, row1) and panels [panel0, panel1): out = w x (+ bias) or out += that.
-  // `out` and `bias` start at panel 0; never writes beyond weight.outputs.
+  // `out` and `bias` start at panel 0; never writes beyond weight.outputs. `next` is where the weights lie that this
+  // thread will need next, or nullptr: it asks for them in time. `sums` holds linear_scratch(row1 - row0) floats.
   void (*linear)(const Weight& weight, const Rows& rows, int row0, int row1, int panel0, int panel1, const float* bias,
-                 float* out, int out_stride, bool add);
+                 float* out, int out_stride, bool add, const uint8_t* next, float* sums);
   void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
-  // out = silu(x[0..n)) * x[n..2n)
-  void (*gated)(const float* x, int n, float* out);
-  // One row [heads | kv_heads | kv_heads] * head_dim: norm (where given), rotate q and k in place, store k and v.
-  void (*rope_kv)(float* qkv, int heads, const float* q_norm, const float* k_norm, float eps, const float* cos,
-                  const float* sin, const KvLayer& kv, int block, int offset);
+  // out = silu(gate) * up, n of each
+  void (*gated)(const float* gate, const float* up, int n, float* out);
+  // Heads [head0, head1) of one row of [heads | kv_heads | kv_heads] heads, which starts at `qkv`: norm (where given),
+  // rotate q and k in place, store k and v.
+  void (*rope_kv)(float* qkv, int head0, int head1, int heads, const float* q_norm, const float* k_norm, float eps,
+                  const float* cos, const float* sin, const KvLayer& kv, int block, int offset);
   // Scores, softmax parts and weighted values of one chunk for rows [row0, row1) and the heads of one kv head:
   // part[((row - row0) * heads + head) * part_stride + ...] = {o[head_dim], max, sum}; rows that do not reach the chunk
   // are left alone. `scratch` holds attend_scratch(head_dim) floats, 64-byte aligned.
@@ -116,8 +147,13 @@ struct Kernels {
                  float* part, size_t part_stride, float* scratch);
   // Joins `chunks` parts of one row and head in ascending order into out[head_dim].
   void (*combine)(const float* parts, size_t chunk_stride, int chunks, int head_dim, float* out);
+  // `groups` times the integer steps of a group on as many independent sums as hide their latency: what the linear
+  // kernels could do at most. Returns the number of multiply-adds; `sum` takes a number other than 0.
+  int64_t (*dots)(int groups, int32_t* sum);
   // The greatest of n floats and the lowest index that reaches it; NaN never wins.
   int (*argmax)(const float* x, int n, float* best);
+  // The token that sampling.py's `choose` gives for n logits, n from 1 to 2^23; -1 where the highest is not finite.
+  int (*sample)(const float* logits, int n, const Sampling& rule);
 };
 
 // The paths this binary holds, best first; `runs` tells whether this machine can run it.

@@ -13,16 +13,18 @@
 
 namespace pilotfish::PF_PATH {
 
-// The most rows in a tile, bounded by the registers. More are split evenly into tiles.
+// The most rows in a tile, and panels, bounded by the registers. More rows are split evenly into tiles.
 #if defined(PF_TILE_ROWS)
-constexpr int kTileRows = PF_TILE_ROWS;
+constexpr int kTileRows = PF_TILE_ROWS, kTilePanels = 2;
 #elif defined(PF_AVX512)
-constexpr int kTileRows = 8;
+constexpr int kTileRows = 6, kTilePanels = 2;
 #elif defined(PF_AVX2)
-constexpr int kTileRows = 6;
+constexpr int kTileRows = 6, kTilePanels = 1;
 #else
-constexpr int kTileRows = 2;
+constexpr int kTileRows = 2, kTilePanels = 1;
 #endif
+
+constexpr int kPieceInputs = 2048;  // of two panels and a tile of rows: about as much as the first-level cache holds
 
 constexpr bool is_float(Values values) { return values <= Values::kBf16; }
 
@@ -43,11 +45,11 @@ inline Vb load_integers(const uint8_t* p, int half, int j) {
   const Vb low = and_bytes(half ? shr_bytes(line, 4) : line, 0x0f);
   if constexpr (V == Values::kU5) {
     const Vb bits = loadb(p + 256);
-    return or_bytes(low, and_bytes(half ? shr_bytes(bits, j) : shl_bytes(bits, 4 - j), 0x10));
+    return or_masked(low, half ? shr_bytes(bits, j) : shl_bytes(bits, 4 - j), 0x10);
   }
   if constexpr (V == Values::kU6) {
     const Vb bits = loadb(p + 256 + 64 * half);
-    return or_bytes(low, and_bytes(j == 3 ? shr_bytes(bits, 2) : shl_bytes(bits, 4 - 2 * j), 0x30));
+    return or_masked(low, j == 3 ? shr_bytes(bits, 2) : shl_bytes(bits, 4 - 2 * j), 0x30);
   }
   return low;
 }
@@ -58,155 +60,250 @@ inline int32_t four(const int8_t* a) {
   return word;
 }
 
-// What a row contributes to a group besides its integers.
-struct Side {
-  float scale;
-  float offset;      // formats with a minimum: scale * sum
-  int32_t start[2];  // others: what takes the zero point off, for both halves (kSuper16) or in the first
-};
+constexpr int log2(int x) { return x <= 1 ? 0 : 1 + log2(x / 2); }
 
+// What the sum over a group starts from, or over a half of it (kSuper16), so that the zero point is taken off.
 template <Values V, Scales S>
-inline Side side_of(float scale, const int32_t* sums) {
-  constexpr int kZero = zero_of(V, S) - Dot<bits_of(V)>::kTaken;  // of the minimum formats: unused
-  if constexpr (S == Scales::kSuper16) return {scale, 0.0f, {-kZero * sums[0], -kZero * sums[1]}};
-  const int32_t sum = sums[0] + sums[1];
-  return {scale, scale * static_cast<float>(sum), {-kZero * sum, 0}};
+inline Vi sum_start(const Group& a, int half) {
+  constexpr int kZero = zero_of(V, S) - Dot<bits_of(V)>::kTaken;
+  static_assert(kZero == 0 || kZero == 1 << log2(kZero), "shifted, not multiplied");
+  if constexpr (S == Scales::kSuper16) return seti(a.minus_halves[half]);
+  return kZero == 0 ? seti(0) : shift_left(seti(a.minus), log2(kZero));
 }
 
-// Leaves R x 16 sums of rows [row, row + R) in `out`. Fetches `ahead` bytes from `next` for each group on the way.
-template <Values V, Scales S, int R>
-void integer_tile(const uint8_t* p, const Rows& rows, int inputs, int row, const uint8_t* next, int ahead, float* out) {
+// A piece of P panels: some of their inputs.
+struct Piece {
+  const uint8_t* data;
+  size_t panel_bytes;  // from one panel to the next
+  int k0, k1;          // inputs
+  // To fetch: bytes for each step, from each of P places.
+  int ahead;
+  size_t next_stride;
+};
+
+template <int P>
+inline void fetch(const Piece& piece, const uint8_t* next) {
+  for (int i = 0; i < piece.ahead; i += 64) PF_UNROLL
+  for (int panel = 0; panel < P; ++panel) prefetch(next + panel * piece.next_stride + i);
+}
+
+// Goes on with the sums [R, P, 16] of R rows at `a`. On the way it fetches from `next` on.
+template <Values V, Scales S, int P, int R>
+void integer_tile(const Piece& piece, const uint8_t* next, const Group* a, int tile, float* sums) {
   constexpr bool kMinimum = S == Scales::kHalfMin || S == Scales::kSuperMin;
-  constexpr int kGroups = kSuper / kGroup;  // walked at a time
-  constexpr int kLines = line_bytes(V);
-  const int groups = inputs / kGroup;
-  const int8_t* a = rows.q + static_cast<size_t>(row) * inputs;
-  Vf acc[R];
+  constexpr bool kByHalf = S == Scales::kSuper16;
+  constexpr bool kSuperBlocks = S == Scales::kSuperMin || S == Scales::kSuper16;
+  constexpr int kGroups = kSuperBlocks ? kSuper / kGroup : 1;
+  const size_t panel_bytes = piece.panel_bytes;
+  const int ahead = piece.ahead;
+  const uint8_t* p = piece.data;
+  Vf acc[R][P];
   PF_UNROLL
-  for (int r = 0; r < R; ++r) acc[r] = set1(0.0f);
-  for (int first = 0; first < groups; first += kGroups) {
-    const int count = groups - first < kGroups ? groups - first : kGroups;
-    Side sides[kGroups][R];
-    PF_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const size_t at = static_cast<size_t>(row + r) * groups + first;
-      for (int g = 0; g < count; ++g) sides[g][r] = side_of<V, S>(rows.scale[at + g], rows.sums + 2 * (at + g));
-    }
-    Vf d, dmin;  // of the super block
-    if constexpr (S == Scales::kSuperMin || S == Scales::kSuper16) {
-      d = load_half(reinterpret_cast<const uint16_t*>(p));
+  for (int r = 0; r < R; ++r) PF_UNROLL
+  for (int i = 0; i < P; ++i) acc[r][i] = load(sums + (r * P + i) * kPanel);
+  for (int k = piece.k0; k < piece.k1; k += kGroups * kGroup) {
+    Vf d[P], dmin[P];  // of the super block
+    if constexpr (kSuperBlocks) {
+      PF_UNROLL
+      for (int i = 0; i < P; ++i) d[i] = load_half(reinterpret_cast<const uint16_t*>(p + i * panel_bytes));
       p += kHalves;
     }
     if constexpr (S == Scales::kSuperMin) {
-      dmin = mul(load_half(reinterpret_cast<const uint16_t*>(p)), set1(-1.0f));
+      PF_UNROLL
+      for (int i = 0; i < P; ++i)
+        dmin[i] = mul(load_half(reinterpret_cast<const uint16_t*>(p + i * panel_bytes)), set1(-1.0f));
       p += kHalves;
     }
-    for (int g = 0; g < count; ++g, a += kGroup, next += ahead) {
-      for (int i = 0; i < ahead; i += 64) prefetch(next + i);
-      const Side* side = sides[g];
-      const uint8_t* scales = p + kLines;
-      Dot<bits_of(V)> dot[R];
+    for (int g = 0; g < kGroups; ++g, a += tile, next += ahead) {
+      fetch<P>(piece, next);
+      const uint8_t* scales = p + line_bytes(V);
+      Dot<bits_of(V)> dot[R][P];
       PF_UNROLL
       for (int half = 0; half < 2; ++half) {
-        if (half == 0 || S == Scales::kSuper16) {
+        if (half == 0 || kByHalf) {
           PF_UNROLL
-          for (int r = 0; r < R; ++r) dot[r].start(kMinimum ? 0 : side[r].start[half]);
+          for (int r = 0; r < R; ++r) {
+            const Vi start = sum_start<V, S>(a[r], half);
+            PF_UNROLL
+            for (int i = 0; i < P; ++i) dot[r][i].start(start);
+          }
         }
         PF_UNROLL
         for (int j = 0; j < 4; ++j) {
-          const Vb w = load_integers<V>(p, half, j);
+          Vb w[P];
           PF_UNROLL
-          for (int r = 0; r < R; ++r)
-            dot[r].step(w, four(a + static_cast<size_t>(r) * inputs + 16 * half + 4 * j), 4 * half + j);
+          for (int i = 0; i < P; ++i) w[i] = load_integers<V>(p + i * panel_bytes, half, j);
+          PF_UNROLL
+          for (int r = 0; r < R; ++r) {
+            const int32_t x = four(a[r].q + 16 * half + 4 * j);
+            PF_UNROLL
+            for (int i = 0; i < P; ++i) dot[r][i].step(w[i], x, 4 * half + j);
+          }
         }
-        if (half == 1 || S == Scales::kSuper16) {
-          Vf dw;
-          if constexpr (S == Scales::kSuperMin)
-            dw = mul(d, load_u8(scales));
-          else if constexpr (S == Scales::kSuper16)
-            dw = mul(d, load_i8(reinterpret_cast<const int8_t*>(scales) + 16 * half));
-          else
-            dw = load_half(reinterpret_cast<const uint16_t*>(scales));
+        if (half == 1 || kByHalf) {
+          Vf dw[P];
           PF_UNROLL
-          for (int r = 0; r < R; ++r) acc[r] = fma(to_float(dot[r].finish()), mul(dw, set1(side[r].scale)), acc[r]);
+          for (int i = 0; i < P; ++i) {
+            const uint8_t* at = scales + i * panel_bytes;
+            if constexpr (S == Scales::kSuperMin)
+              dw[i] = mul(d[i], load_u8(at));
+            else if constexpr (S == Scales::kSuper16)
+              dw[i] = mul(d[i], load_i8(reinterpret_cast<const int8_t*>(at) + 16 * half));
+            else
+              dw[i] = load_half(reinterpret_cast<const uint16_t*>(at));
+          }
+          PF_UNROLL
+          for (int r = 0; r < R; ++r) PF_UNROLL
+          for (int i = 0; i < P; ++i)
+            acc[r][i] = fma(to_float(dot[r][i].finish()), mul(dw[i], set1(a[r].scale)), acc[r][i]);
         }
       }
       if constexpr (kMinimum) {
-        Vf mw;
-        if constexpr (S == Scales::kSuperMin)
-          mw = mul(dmin, load_u8(scales + 16));
-        else
-          mw = load_half(reinterpret_cast<const uint16_t*>(scales + kHalves));
+        Vf mw[P];
         PF_UNROLL
-        for (int r = 0; r < R; ++r) acc[r] = fma(mw, set1(side[r].offset), acc[r]);
+        for (int i = 0; i < P; ++i) {
+          const uint8_t* at = scales + i * panel_bytes;
+          if constexpr (S == Scales::kSuperMin)
+            mw[i] = mul(dmin[i], load_u8(at + 16));
+          else
+            mw[i] = load_half(reinterpret_cast<const uint16_t*>(at + kHalves));
+        }
+        PF_UNROLL
+        for (int r = 0; r < R; ++r) PF_UNROLL
+        for (int i = 0; i < P; ++i) acc[r][i] = fma(mw[i], set1(a[r].offset), acc[r][i]);
       }
       p = scales + kHalves * (S == Scales::kHalfMin ? 2 : 1);
     }
   }
   PF_UNROLL
-  for (int r = 0; r < R; ++r) store(out + r * kPanel, acc[r]);
+  for (int r = 0; r < R; ++r) PF_UNROLL
+  for (int i = 0; i < P; ++i) store(sums + (r * P + i) * kPanel, acc[r][i]);
 }
 
-template <Values V, int R>
-void float_tile(const uint8_t* p, const Rows& rows, int inputs, int row, const uint8_t* next, int ahead, float* out) {
+template <Values V, int P, int R>
+void float_tile(const Piece& piece, const uint8_t* next, const float* x, int stride, float* sums) {
   constexpr int kBytes = (V == Values::kF32 ? 4 : 2) * kPanel;
-  const float* x = rows.x + static_cast<size_t>(row) * rows.stride;
-  Vf acc[R];
+  const size_t panel_bytes = piece.panel_bytes;
+  const int ahead = piece.ahead;
+  const uint8_t* p = piece.data;
+  Vf acc[R][P];
   PF_UNROLL
-  for (int r = 0; r < R; ++r) acc[r] = set1(0.0f);
-  for (int k = 0; k < inputs; ++k, p += kBytes, next += ahead) {
-    if (ahead > 0) prefetch(next);
-    const Vf w = load_values<V>(p);
+  for (int r = 0; r < R; ++r) PF_UNROLL
+  for (int i = 0; i < P; ++i) acc[r][i] = load(sums + (r * P + i) * kPanel);
+  for (int k = piece.k0; k < piece.k1; ++k, p += kBytes, next += ahead) {
+    fetch<P>(piece, next);
+    Vf w[P];
     PF_UNROLL
-    for (int r = 0; r < R; ++r) acc[r] = fma(w, set1(x[static_cast<size_t>(r) * rows.stride + k]), acc[r]);
+    for (int i = 0; i < P; ++i) w[i] = load_values<V>(p + i * panel_bytes);
+    PF_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Vf value = set1(x[static_cast<size_t>(r) * stride + k]);
+      PF_UNROLL
+      for (int i = 0; i < P; ++i) acc[r][i] = fma(w[i], value, acc[r][i]);
+    }
   }
   PF_UNROLL
-  for (int r = 0; r < R; ++r) store(out + r * kPanel, acc[r]);
+  for (int r = 0; r < R; ++r) PF_UNROLL
+  for (int i = 0; i < P; ++i) store(sums + (r * P + i) * kPanel, acc[r][i]);
 }
 
-template <Values V, Scales S, int R>
-inline void tile(int count, const uint8_t* p, const Rows& rows, int inputs, int row, const uint8_t* next, int ahead,
-                 float* out) {
+template <Values V, Scales S, int P, int R>
+inline void tile(int count, const Piece& piece, const uint8_t* next, const Rows& rows, int inputs, int row,
+                 float* sums) {
   if constexpr (R > 1)
-    if (count < R) return tile<V, S, R - 1>(count, p, rows, inputs, row, next, ahead, out);
+    if (count < R) return tile<V, S, P, R - 1>(count, piece, next, rows, inputs, row, sums);
   if constexpr (is_float(V))
-    float_tile<V, R>(p, rows, inputs, row, next, ahead, out);
+    float_tile<V, P, R>(piece, next, rows.x + static_cast<size_t>(row) * rows.stride, rows.stride, sums);
   else
-    integer_tile<V, S, R>(p, rows, inputs, row, next, ahead, out);
+    integer_tile<V, S, P, R>(piece, next, rows.row(row, inputs) + static_cast<size_t>(piece.k0 / kGroup) * rows.tile,
+                             rows.tile, sums);
 }
 
-template <Values V, Scales S>
-void linear_as(const Weight& weight, const Rows& rows, int row0, int row1, int panel0, int panel1, const float* bias,
-               float* out, int out_stride, bool add) {
-  const int count = row1 - row0;
-  const int tiles = (count + kTileRows - 1) / kTileRows;
-  const int steps = is_float(V) ? weight.inputs : weight.inputs / kGroup;
-  const int share = static_cast<int>(weight.panel_bytes / (static_cast<size_t>(tiles) * steps)) + 1;
-  float acc[kTileRows * kPanel];
-  for (int panel = panel0; panel < panel1; ++panel) {
-    const uint8_t* data = weight.data + panel * weight.panel_bytes;
-    const int first_output = panel * kPanel;
-    const int lanes = weight.outputs - first_output < kPanel ? weight.outputs - first_output : kPanel;
-    const int ahead = panel + 1 < panel1 ? share : 0;
-    for (int t = 0; t < tiles; ++t) {
-      const int begin = row0 + count * t / tiles, end = row0 + count * (t + 1) / tiles;
-      const uint8_t* next = data + weight.panel_bytes + static_cast<size_t>(t) * steps * ahead;
-      tile<V, S, kTileRows>(end - begin, data, rows, weight.inputs, begin, next, ahead, acc);
-      for (int row = begin; row < end; ++row) {
-        const float* sum = acc + (row - begin) * kPanel;
-        float* o = out + static_cast<size_t>(row) * out_stride + first_output;
-        for (int lane = 0; lane < lanes; ++lane) {
-          const float value = bias ? sum[lane] + bias[first_output + lane] : sum[lane];
-          o[lane] = add ? o[lane] + value : value;
-        }
-      }
+// out = sum (+ bias), or out += that, for the first `lanes` of a panel's outputs.
+inline void put(const float* sum, const float* bias, int lanes, bool add_to, float* out) {
+  Vf value = load(sum);
+  if (bias) value = add(value, load_first(bias, lanes));
+  if (add_to) value = add(load_first(out, lanes), value);
+  store_first(out, lanes, value);
+}
+
+template <Values V, Scales S, int P>
+void linear_panels(const Weight& weight, const Rows& rows, int row0, int row1, int panel, const float* bias, float* out,
+                   int out_stride, bool add, const uint8_t* next, float* sums) {
+  constexpr int kUnit = S == Scales::kSuperMin || S == Scales::kSuper16 ? kSuper : is_float(V) ? 1 : kGroup;
+  constexpr int kStep = is_float(V) ? 1 : kGroup;
+  const uint8_t* data = weight.data + panel * weight.panel_bytes;
+  const int units = weight.inputs / kUnit, tiles = (row1 - 1) / rows.tile - row0 / rows.tile + 1;
+  // One tile reads the panels from end to end. More of them share pieces that stay in a near cache.
+  const int pieces = tiles == 1 ? 1 : (weight.inputs + kPieceInputs - 1) / kPieceInputs;
+  memset(sums, 0, linear_scratch(row1 - row0) * sizeof(float) / 2 * P);
+  for (int i = 0; i < pieces; ++i) {
+    const int unit0 = units * i / pieces, unit1 = units * (i + 1) / pieces;
+    const size_t unit_bytes = weight.panel_bytes / units;
+    Piece piece = {data + unit0 * unit_bytes, weight.panel_bytes, unit0 * kUnit, unit1 * kUnit, 0, 0};
+    // What comes next is fetched evenly over all tiles: while the later ones work, memory would be idle.
+    const bool last = i + 1 == pieces;
+    const uint8_t* fetch = last ? next : data + unit1 * unit_bytes;
+    const size_t steps = static_cast<size_t>(piece.k1 - piece.k0) / kStep;
+    const size_t bytes = (unit1 - unit0) * unit_bytes;
+    piece.next_stride = last ? bytes : weight.panel_bytes;
+    if (fetch) piece.ahead = static_cast<int>(bytes / (steps * tiles)) + 1;
+    for (int row = row0, end; row < row1; row = end, fetch += steps * piece.ahead) {
+      end = (row / rows.tile + 1) * rows.tile;
+      if (end > row1) end = row1;
+      tile<V, S, P, kTileRows>(end - row, piece, fetch, rows, weight.inputs, row, sums + (row - row0) * P * kPanel);
+    }
+  }
+  for (int row = row0; row < row1; ++row) {
+    for (int i = 0; i < P; ++i, sums += kPanel) {
+      const int output = (panel + i) * kPanel;
+      put(sums, bias ? bias + output : nullptr, weight.outputs - output, add,
+          out + static_cast<size_t>(row) * out_stride + output);
     }
   }
 }
 
+template <Values V, Scales S>
+void linear_as(const Weight& weight, const Rows& rows, int row0, int row1, int panel0, int panel1, const float* bias,
+               float* out, int out_stride, bool add, const uint8_t* next, float* sums) {
+  auto then = [&](int panel) { return panel < panel1 ? weight.data + panel * weight.panel_bytes : next; };
+  int panel = panel0;
+  // One tile waits for memory, which gives one stream faster than two; more of them wait for arithmetic.
+  if (row1 - row0 > kTileRows)
+    for (; panel + kTilePanels <= panel1; panel += kTilePanels)
+      linear_panels<V, S, kTilePanels>(weight, rows, row0, row1, panel, bias, out, out_stride, add,
+                                       then(panel + kTilePanels), sums);
+  for (; panel < panel1; ++panel)
+    linear_panels<V, S, 1>(weight, rows, row0, row1, panel, bias, out, out_stride, add, then(panel + 1), sums);
+}
+
+inline int64_t dots(int groups, int32_t* sum) {
+  constexpr int kSums = kTilePanels > 1 ? 12 : 2;  // of the AVX2 ones no more stay in registers
+  const uint8_t ones[64] = {1, 1, 1, 1};
+  Vb w = loadb(ones);
+  Dot<4> dot[kSums];
+  PF_UNROLL
+  for (int i = 0; i < kSums; ++i) dot[i].start(seti(0));
+  for (int group = 0; group < groups; ++group) {
+    PF_UNROLL
+    for (int step = 0; step < 8; ++step) {
+      PF_UNROLL
+      for (int i = 0; i < kSums; ++i) dot[i].step(w, i + 1, step);
+    }
+  }
+  int32_t lanes[kLanes];
+  *sum = 0;
+  for (int i = 0; i < kSums; ++i) {
+    store(lanes, dot[i].finish());
+    *sum |= lanes[0];
+  }
+  return static_cast<int64_t>(groups) * kSums * kGroup * kPanel;
+}
+
 inline void linear(const Weight& weight, const Rows& rows, int row0, int row1, int panel0, int panel1,
-                   const float* bias, float* out, int out_stride, bool add) {
-  using Linear = void (*)(const Weight&, const Rows&, int, int, int, int, const float*, float*, int, bool);
+                   const float* bias, float* out, int out_stride, bool add, const uint8_t* next, float* sums) {
+  using Linear =
+      void (*)(const Weight&, const Rows&, int, int, int, int, const float*, float*, int, bool, const uint8_t*, float*);
   Linear as = nullptr;
   switch (weight.scales) {
     case Scales::kNone:
@@ -231,7 +328,7 @@ inline void linear(const Weight& weight, const Rows& rows, int row0, int row1, i
       as = linear_as<Values::kU6, Scales::kSuper16>;
       break;
   }
-  as(weight, rows, row0, row1, panel0, panel1, bias, out, out_stride, add);
+  as(weight, rows, row0, row1, panel0, panel1, bias, out, out_stride, add, next, sums);
 }
 
 }  // namespace pilotfish::PF_PATH

@@ -246,15 +246,20 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
 
 }  // namespace
 
-PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_t* raw, size_t raw_bytes, int threads) {
+size_t raw_bytes(const std::string& kind, int outputs, int inputs) {
   const Format& format = format_of(kind);
   if (outputs < 1 || inputs < 1 || inputs % format.block_elements)
     throw std::invalid_argument("a matrix of " + std::to_string(outputs) + " x " + std::to_string(inputs) +
                                 " does not fill blocks of " + kind);
-  const size_t row_bytes = static_cast<size_t>(inputs / format.block_elements) * format.block_bytes;
-  if (raw_bytes != row_bytes * outputs)
-    throw std::invalid_argument(std::to_string(raw_bytes) + " bytes are not " + std::to_string(outputs) + " x " +
+  return static_cast<size_t>(inputs / format.block_elements) * format.block_bytes * outputs;
+}
+
+PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_t* raw, size_t bytes, int threads) {
+  const Format& format = format_of(kind);
+  if (bytes != raw_bytes(kind, outputs, inputs))
+    throw std::invalid_argument(std::to_string(bytes) + " bytes are not " + std::to_string(outputs) + " x " +
                                 std::to_string(inputs) + " in " + kind);
+  const size_t row_bytes = bytes / outputs;
   PackedWeight packed{kind, {}, nullptr};
   Weight& weight = packed.weight;
   weight = {format.values,

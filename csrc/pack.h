@@ -20,7 +20,10 @@ struct PackedWeight {
 
 // `raw` holds the rows [outputs, inputs] in blocks of a format of quant.py. Throws std::invalid_argument when the
 // format is unknown or the shape and the bytes do not fit together.
-PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_t* raw, size_t raw_bytes, int threads);
+PackedWeight pack(const std::string& kind, int outputs, int inputs, const uint8_t* raw, size_t bytes, int threads);
+
+// Bytes of a matrix in a format of quant.py; throws as `pack` does.
+size_t raw_bytes(const std::string& kind, int outputs, int inputs);
 
 // The values of one row, bit for bit what Tensor.dequantize says: out[inputs].
 void unpack_row(const Weight& weight, int row, float* out);

@@ -6,38 +6,28 @@
 
 namespace pilotfish::PF_PATH {
 
-// Widths need not be multiples of 16: the last vector is padded with zeros, on every path alike.
-inline Vf load_first(const float* p, int n) {
-  if (n >= kLanes) return load(p);
-  float padded[kLanes] = {};
-  memcpy(padded, p, static_cast<size_t>(n) * sizeof(float));
-  return load(padded);
-}
-
-inline void store_first(float* p, int n, Vf a) {
-  if (n >= kLanes) return store(p, a);
-  float padded[kLanes];
-  store(padded, a);
-  memcpy(p, padded, static_cast<size_t>(n) * sizeof(float));
-}
-
-inline void quantize(const float* x, int n, int8_t* q, float* scale, int32_t* sums) {
+inline void quantize(const float* x, int n, Group* out, int stride) {
   const Vf most = set1(127.0f), least = set1(-127.0f);
-  for (int group = 0; group < n / kGroup; ++group) {
-    const Vf low = load(x + group * kGroup), high = load(x + group * kGroup + kLanes);
+  for (const float* end = x + n; x < end; x += kGroup, out += stride) {
+    const Vf low = load(x), high = load(x + kLanes);
     const float greatest = reduce_max(max(abs(low), abs(high)));
     // So small a group counts as zero: 127 / greatest would overflow.
     const bool zero = greatest < 0x1p-100f;
     const Vf inverse = set1(zero ? 0.0f : 127.0f / greatest);
     // Infinities and NaN, which `greatest` may not show, make the scale NaN and so reach the output; q stays bounded.
     const float finite = reduce_add(mul(add(abs(low), abs(high)), set1(0.0f)));
-    scale[group] = (zero ? 0.0f : greatest / 127.0f) + finite;
+    out->scale = (zero ? 0.0f : greatest / 127.0f) + finite;
     const Vi ints[2] = {to_int(max(min(mul(low, inverse), most), least)),
                         to_int(max(min(mul(high, inverse), most), least))};
+    int32_t sum = 0, before = 0;
     for (int half = 0; half < 2; ++half) {
-      store_i8(q + group * kGroup + half * kLanes, ints[half]);
-      sums[group * 2 + half] = static_cast<int32_t>(reduce_add(to_float(ints[half])));  // exact: small integers
+      store_i8(out->q + half * kLanes, ints[half]);
+      sum += static_cast<int32_t>(reduce_add(to_float(ints[half])));  // exact: small integers
+      out->minus_halves[half] = -kZeroByHalf * (sum - before);
+      before = sum;
     }
+    out->minus = -sum;
+    out->offset = out->scale * static_cast<float>(sum);
   }
 }
 
@@ -56,12 +46,12 @@ inline void norm(const float* x, const float* weight, float eps, int n, float* o
 }
 
 // silu(x) = x / (1 + e^-x)
-inline void gated(const float* x, int n, float* out) {
+inline void gated(const float* gate, const float* up, int n, float* out) {
   const Vf one = set1(1.0f), zero = set1(0.0f), greatest = set1(88.0f);
   for (int i = 0; i < n; i += kLanes) {
-    const Vf gate = load_first(x + i, n - i), up = load_first(x + n + i, n - i);
-    const Vf silu = div(gate, add(one, exp(min(sub(zero, gate), greatest))));
-    store_first(out + i, n - i, mul(silu, up));
+    const Vf x = load_first(gate + i, n - i);
+    const Vf silu = div(x, add(one, exp(min(sub(zero, x), greatest))));
+    store_first(out + i, n - i, mul(silu, load_first(up + i, n - i)));
   }
 }
 
@@ -79,24 +69,27 @@ inline void rotate(float* x, int n, const float* cos, const float* sin) {
 // Halves of 16 floats. The bounds keep infinities and NaN out of the cache, where later rows would read them.
 inline void store_bounded(uint16_t* p, Vf a) { store_half(p, min(max(a, set1(-65504.0f)), set1(65504.0f))); }
 
-inline void rope_kv(float* qkv, int heads, const float* q_norm, const float* k_norm, float eps, const float* cos,
-                    const float* sin, const KvLayer& kv, int block, int offset) {
+inline void rope_kv(float* qkv, int head0, int head1, int heads, const float* q_norm, const float* k_norm, float eps,
+                    const float* cos, const float* sin, const KvLayer& kv, int block, int offset) {
   const int n = kv.head_dim;
-  for (int head = 0; head < heads + kv.kv_heads; ++head) {
+  for (int head = head0; head < head1; ++head) {
     float* x = qkv + head * n;
-    const float* weight = head < heads ? q_norm : k_norm;
-    if (weight) norm(x, weight, eps, n, x);
-    rotate(x, n, cos, sin);
-  }
-  for (int head = 0; head < kv.kv_heads; ++head) {
-    const size_t tile = (static_cast<size_t>(block) * kv.kv_heads + head) * n * kBlockSlots;
-    const float* key = qkv + (heads + head) * n;
-    const float* value = key + kv.kv_heads * n;
+    const int key = head - heads, value = key - kv.kv_heads;
+    if (value < 0) {
+      const float* weight = key < 0 ? q_norm : k_norm;
+      if (weight) norm(x, weight, eps, n, x);
+      rotate(x, n, cos, sin);
+    }
+    if (key < 0) continue;
+    const size_t tile = (static_cast<size_t>(block) * kv.kv_heads + (value < 0 ? key : value)) * n * kBlockSlots;
     for (int i = 0; i < n; i += kLanes) {
+      if (value >= 0) {
+        store_bounded(kv.v + tile + offset * n + i, load(x + i));
+        continue;
+      }
       uint16_t halves[kLanes];
-      store_bounded(halves, load(key + i));
+      store_bounded(halves, load(x + i));
       for (int lane = 0; lane < kLanes; ++lane) kv.k[tile + (i + lane) * kBlockSlots + offset] = halves[lane];
-      store_bounded(kv.v + tile + offset * n + i, load(value + i));
     }
   }
 }

@@ -123,7 +123,9 @@ inline Vf first(Vf a, int n, Vf rest) {
 
 inline Vb loadb(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Vb and_bytes(Vb a, uint8_t mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(static_cast<char>(mask)))}; }
-inline Vb or_bytes(Vb a, Vb b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline Vb or_masked(Vb a, Vb b, uint8_t mask) {  // a | (b & mask)
+  return {_mm512_ternarylogic_epi64(a.v, b.v, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8)};
+}
 // Shifts work on 16-bit units: mask afterwards.
 inline Vb shr_bytes(Vb a, int n) { return {_mm512_srli_epi16(a.v, static_cast<unsigned>(n))}; }
 inline Vb shl_bytes(Vb a, int n) { return {_mm512_slli_epi16(a.v, static_cast<unsigned>(n))}; }
@@ -134,7 +136,7 @@ template <int Bits>
 struct Dot {
   static constexpr int kTaken = 0;
   __m512i sum;
-  void start(int32_t x) { sum = _mm512_set1_epi32(x); }
+  void start(Vi x) { sum = x.v; }
   // Four k of 16 outputs; `a` holds the same four k of one row. `step` counts from 0.
   void step(Vb w, int32_t a, int /*step*/) { sum = _mm512_dpbusd_epi32(sum, w.v, _mm512_set1_epi32(a)); }
   Vi finish() const { return {sum}; }
@@ -224,7 +226,10 @@ inline Vb and_bytes(Vb x, uint8_t mask) {
   const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
   return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
 }
-inline Vb or_bytes(Vb x, Vb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline Vb or_masked(Vb x, Vb y, uint8_t mask) {  // x | (y & mask)
+  const Vb z = and_bytes(y, mask);
+  return {_mm256_or_si256(x.a, z.a), _mm256_or_si256(x.b, z.b)};
+}
 inline Vb shr_bytes(Vb x, int n) { return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
 inline Vb shl_bytes(Vb x, int n) { return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
 
@@ -237,7 +242,7 @@ struct Dot {
   static constexpr int kSteps = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
   __m256i low, high;      // int32 sums
   __m256i low16, high16;  // int16 sums of up to kSteps steps
-  void start(int32_t x) { low = high = _mm256_set1_epi32(x); }
+  void start(Vi x) { low = x.a, high = x.b; }
   void step(Vb w, int32_t a, int step) {
     const __m256i b = _mm256_set1_epi32(a);
     __m256i p, q;
@@ -426,8 +431,8 @@ inline Vb and_bytes(Vb a, uint8_t mask) {
   PF_PARTS a.v[i] &= static_cast<uint16_t>(mask * 0x101u);
   return a;
 }
-inline Vb or_bytes(Vb a, Vb b) {
-  PF_PARTS a.v[i] |= b.v[i];
+inline Vb or_masked(Vb a, Vb b, uint8_t mask) {
+  PF_PARTS a.v[i] |= b.v[i] & static_cast<uint16_t>(mask * 0x101u);
   return a;
 }
 inline Vb shr_bytes(Vb a, int n) {
@@ -446,7 +451,7 @@ struct Dot {
   static constexpr int kSteps = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
   I4 sum[4];
   S8 sum16[4];
-  void start(int32_t x) { PF_PARTS sum[i] = I4{x, x, x, x}; }
+  void start(const Vi& x) { PF_PARTS sum[i] = x.v[i]; }
   void step(const Vb& w, int32_t a, int step) {
     const U8 b = (U8)I4{a, a, a, a};
     const S8 even = (S8)(b << 8) >> 8, odd = (S8)b >> 8;
@@ -508,6 +513,21 @@ inline float reduce_max(Vf a) {
   return v[0];
 }
 #endif
+
+// Widths need not be multiples of 16: the last vector is padded with zeros, on every path alike.
+inline Vf load_first(const float* p, int n) {
+  if (n >= kLanes) return load(p);
+  float padded[kLanes] = {};
+  memcpy(padded, p, static_cast<size_t>(n) * sizeof(float));
+  return load(padded);
+}
+
+inline void store_first(float* p, int n, Vf a) {
+  if (n >= kLanes) return store(p, a);
+  float padded[kLanes];
+  store(padded, a);
+  memcpy(p, padded, static_cast<size_t>(n) * sizeof(float));
+}
 
 // e^x for x <= 88.7; smaller x than -87.3 count as -87.3 (1.2e-38, the smallest normal float). Cody and Waite's split
 // of ln 2, then the Taylor polynomial of degree 7 on [-ln2/2, ln2/2] (its remainder there is below 2^-24).

@@ -100,7 +100,7 @@ def test_linear_is_within_rounding_of_float64(path: str, kind: str) -> None:
     used = x.astype(np.float64)
     if kind in INTEGERS:
         quantized = [_native.quantize(path, row) for row in x]
-        used = np.stack([q.reshape(-1, 32) * scale.astype(np.float64)[:, None] for q, scale, _ in quantized])
+        used = np.stack([q.reshape(-1, 32) * scale.astype(np.float64)[:, None] for q, scale, *_ in quantized])
         used = used.reshape(x.shape)
         # Scale and minimum are added apart: blocks whose integers are zero hold the minimum alone.
         _, block, _, begin = KINDS[kind]
@@ -144,12 +144,15 @@ def test_bias_and_residual_are_added_last(path: str, kind: str) -> None:
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32))
 def test_quantized_activations(values: list[float]) -> None:
     x = np.array(values, np.float32)
-    q, scale, sums = _native.quantize(PATHS[0], x)
+    first = _native.quantize(PATHS[0], x)
     for path in PATHS[1:]:
-        for ours, theirs in zip((q, scale, sums), _native.quantize(path, x), strict=True):
+        for ours, theirs in zip(first, _native.quantize(path, x), strict=True):
             assert ours.tobytes() == theirs.tobytes()
+    q, scale, offset, minus = first
     assert np.all(np.abs(q.astype(int)) <= 127)
-    assert np.array_equal(sums, q.reshape(2, 16).sum(axis=1, dtype=np.int32))
+    low, high = q.reshape(2, 16).sum(axis=1, dtype=np.int32).tolist()
+    assert minus.tolist() == [[-low - high, -32 * low, -32 * high]]
+    assert offset[0] == scale[0] * np.float32(low + high)
     # A half step, the rounding of the scale and of the quotient (at most 127 steps), and what counts as zero.
     bound = np.float64(scale[0]) * (0.5 + 127 * 2.0**-22) + 2.0**-99
     assert np.all(np.abs(q * np.float64(scale[0]) - x.astype(np.float64)) <= bound)

@@ -32,6 +32,7 @@ LEVELS = {
     "engine": 5,
     "llm": 6,
     "bench": 6,
+    "profile": 6,
     "cli": 6,
 }
 LEDGER, COMPUTE = 1, 2

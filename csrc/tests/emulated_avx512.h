@@ -10,6 +10,7 @@
 #undef _mm512_slli_epi16
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi16
+#undef _mm512_ternarylogic_epi64
 
 namespace pilotfish::PF_PATH {
 
@@ -66,8 +67,10 @@ inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
   return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
 }
-inline __m512i _mm512_or_si512(__m512i a, __m512i b) {
-  return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
+inline __m512i _mm512_ternarylogic_epi64(__m512i a, __m512i b, __m512i c, int table) {
+  if (table != 0xf8) __builtin_trap();  // a | (b & c) is all that simd.h asks for
+  return {_mm256_or_si256(a.low, _mm256_and_si256(b.low, c.low)),
+          _mm256_or_si256(a.high, _mm256_and_si256(b.high, c.high))};
 }
 inline __m512 _mm512_abs_ps(__m512 a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);

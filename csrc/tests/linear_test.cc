@@ -79,34 +79,49 @@ std::vector<uint8_t> raw_weight(const Case& c, Draw draw, std::mt19937& random) 
 
 struct Input {
   Exact<float> x;
-  Exact<int8_t> q;
-  Exact<float> scale;
-  Exact<int32_t> sums;
+  std::vector<int8_t> q;
+  std::vector<float> scale;
   int inputs;
 
   Input(int n, bool integers, std::mt19937& random)
-      : x(static_cast<size_t>(kRows) * n),
-        q(integers ? x.size : 1),
-        scale(integers ? x.size / kGroup : 1),
-        sums(integers ? x.size / 16 : 1),
-        inputs(n) {
+      : x(static_cast<size_t>(kRows) * n), q(integers ? x.size : 0), scale(q.size() / kGroup), inputs(n) {
     std::normal_distribution<float> normal;
     for (size_t i = 0; i < x.size; ++i) x[i] = normal(random);
     if (!integers) return;
-    for (size_t i = 0; i < scale.size; ++i) scale[i] = std::fabs(x[i]) * 0.01f;
-    for (size_t i = 0; i < q.size; ++i) {
+    for (size_t i = 0; i < scale.size(); ++i) scale[i] = std::fabs(x[i]) * 0.01f;
+    for (size_t i = 0; i < q.size(); ++i) {
       const int row = static_cast<int>(i) / n;  // the first rows are extreme
       const int value = static_cast<int>(random() % 255) - 127;
       q[i] = static_cast<int8_t>(row == 0 ? 127 : row == 1 ? -127 : row == 2 ? (i % 2 ? 127 : -127) : value);
     }
-    for (size_t i = 0; i < sums.size; ++i) {
-      sums[i] = 0;
-      for (size_t k = 0; k < 16; ++k) sums[i] += q[16 * i + k];
-    }
     // Nothing of a row may reach its neighbours.
     for (int g = 0; g < n / kGroup; ++g) scale[static_cast<size_t>(3) * n / kGroup + g] = NAN;
   }
-  Rows rows() const { return {x.data, inputs, q.data, scale.data, sums.data}; }
+};
+
+// The first rows of an input, interleaved in tiles.
+struct Tiles {
+  Exact<Group> groups;
+  Rows rows;
+
+  Tiles(const Input& in, int count, int tile)
+      : groups(in.q.empty() ? 1 : static_cast<size_t>((count + tile - 1) / tile) * tile * (in.inputs / kGroup)),
+        rows{in.x.data, in.inputs, groups.data, tile} {
+    for (size_t i = 0; i < groups.size; ++i) memset(static_cast<void*>(groups.data + i), 0xff, sizeof(Group));
+    for (int row = 0; row < count && !in.q.empty(); ++row) {
+      for (int g = 0; g < in.inputs / kGroup; ++g) {
+        const size_t from = static_cast<size_t>(row) * in.inputs / kGroup + g;
+        Group& group = groups[rows.row(row, in.inputs) - groups.data + static_cast<size_t>(g) * tile];
+        memcpy(group.q, &in.q[from * kGroup], kGroup);
+        int sums[2] = {};
+        for (int k = 0; k < kGroup; ++k) sums[k / 16] += group.q[k];
+        group.scale = in.scale[from];
+        group.offset = group.scale * static_cast<float>(sums[0] + sums[1]);
+        group.minus = -(sums[0] + sums[1]);
+        for (int half = 0; half < 2; ++half) group.minus_halves[half] = -32 * sums[half];
+      }
+    }
+  }
 };
 
 float half_value(const uint8_t* p) {
@@ -216,8 +231,11 @@ void test_linear(const Case& c, Draw draw, std::mt19937& random) {
     const auto check = [&](int row0, int row1, int panel0, int panel1, bool with_bias, bool add) {
       Exact<float> out(static_cast<size_t>(row1 - 1) * stride + c.outputs);
       for (size_t i = 0; i < out.size; ++i) out[i] = untouched;
-      kernels->linear(weight, input.rows(), row0, row1, panel0, panel1, with_bias ? bias.data : nullptr, out.data,
-                      stride, add);
+      const int tiles = (row1 + kernels->tile_rows - 1) / kernels->tile_rows;
+      const Tiles tiled(input, row1, (row1 + tiles - 1) / tiles);
+      const Exact<float> sums(linear_scratch(row1 - row0));
+      kernels->linear(weight, tiled.rows, row0, row1, panel0, panel1, with_bias ? bias.data : nullptr, out.data, stride,
+                      add, row0 % 2 ? panels.data : nullptr, sums.data);
       for (size_t i = 0; i < out.size; ++i) {
         const int row = static_cast<int>(i) / stride, output = static_cast<int>(i) % stride;
         float value = untouched;
@@ -250,6 +268,7 @@ int main() {
     test_linear({kind, 37, block == 1 ? 45 : 3 * block}, Draw::kRandom, random);
     test_linear({kind, 16, block == 1 ? 1 : block}, Draw::kRandom, random);
     test_linear({kind, 1, block == 1 ? 33 : block == 32 ? 320 : 512}, Draw::kRandom, random);
+    test_linear({kind, 33, block == 1 ? 2100 : 2304}, Draw::kRandom, random);  // in two pieces
     if (block == 1) continue;
     test_linear({kind, 17, block}, Draw::kLowest, random);
     test_linear({kind, 17, block}, Draw::kHighest, random);

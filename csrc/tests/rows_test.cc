@@ -67,24 +67,25 @@ void test_quantize(const Kernels& kernels, std::mt19937& random) {
     x[128 + i] = static_cast<float>(i - 16) + 0.5f;  // ties, once the group's scale is 1
   }
   x[128] = 127.0f;
-  std::vector<int8_t> q(n, 99);
-  Floats scale(n / 32);
-  std::vector<int32_t> sums(n / 16);
-  kernels.quantize(x.data(), n, q.data(), scale.data(), sums.data());
+  const int stride = 3;
+  std::vector<Group> groups(n / 32 * stride);
+  kernels.quantize(x.data(), n, groups.data(), stride);
   for (int group = 0; group < n / 32; ++group) {
+    const Group& got = groups[group * stride];
     float greatest = 0.0f;
     for (int i = 0; i < 32; ++i) greatest = std::max(greatest, std::fabs(x[group * 32 + i]));
     const bool zero = greatest < 0x1p-100f;
-    CHECK(scale[group] == (zero ? 0.0f : greatest / 127.0f));
+    CHECK(got.scale == (zero ? 0.0f : greatest / 127.0f));
     for (int i = 0; i < 32; ++i) {
       const float scaled = zero ? 0.0f : x[group * 32 + i] * (127.0f / greatest);
-      CHECK(q[group * 32 + i] == static_cast<int>(std::nearbyint(std::clamp(scaled, -127.0f, 127.0f))));
+      CHECK(got.q[i] == static_cast<int>(std::nearbyint(std::clamp(scaled, -127.0f, 127.0f))));
     }
-    for (int half = 0; half < 2; ++half) {
-      int sum = 0;
-      for (int i = 0; i < 16; ++i) sum += q[group * 32 + half * 16 + i];
-      CHECK(sums[group * 2 + half] == sum);
-    }
+    int sums[2] = {};
+    for (int i = 0; i < 32; ++i) sums[i / 16] += got.q[i];
+    CHECK(got.minus == -sums[0] - sums[1]);
+    CHECK(got.offset == got.scale * static_cast<float>(sums[0] + sums[1]));
+    for (int half = 0; half < 2; ++half) CHECK(got.minus_halves[half] == -32 * sums[half]);
+    for (int other = 1; other < stride; ++other) CHECK(groups[group * stride + other].minus == 0);
   }
 }
 
@@ -105,7 +106,7 @@ void test_gated(const Kernels& kernels, std::mt19937& random) {
       x[1] = 300.0f;
     }
     Floats out(n + 1, 7.0f);
-    kernels.gated(x.data(), n, out.data());
+    kernels.gated(x.data(), x.data() + n, n, out.data());
     for (int i = 0; i < n; ++i) {
       CHECK(out[i] == x[i] / (1.0f + plain_exp(std::min(-x[i], 88.0f))) * x[n + i]);
       const double exact = x[i] / (1.0 + std::exp(-static_cast<double>(x[i]))) * x[n + i];
@@ -149,14 +150,17 @@ void test_rope_kv(const Kernels& kernels, std::mt19937& random) {
           expected_k[tile + i * kBlockSlots + offset] = half(heads + head);
           expected_v[tile + offset * head_dim + i] = half(heads + kv_heads + head);
         }
-      kernels.rope_kv(qkv.data(), heads, normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, 1e-6f,
-                      cos.data(), sin.data(), KvLayer{k.data(), v.data(), kv_heads, head_dim}, block, offset);
+      const int all = heads + 2 * kv_heads, cut = 1 + static_cast<int>(random() % (all - 1));
+      for (const int from : {0, cut})  // in two parts
+        kernels.rope_kv(qkv.data(), from, from == 0 ? cut : all, heads, normed ? q_norm.data() : nullptr,
+                        normed ? k_norm.data() : nullptr, 1e-6f, cos.data(), sin.data(),
+                        KvLayer{k.data(), v.data(), kv_heads, head_dim}, block, offset);
       CHECK(same(qkv, expected));
       CHECK(k == expected_k);
       CHECK(v == expected_v);
       // NaN may come out of a broken model; in the cache it would spread to every later row.
       qkv.assign(qkv.size(), NAN);
-      kernels.rope_kv(qkv.data(), heads, nullptr, nullptr, 0.0f, cos.data(), sin.data(),
+      kernels.rope_kv(qkv.data(), 0, all, heads, nullptr, nullptr, 0.0f, cos.data(), sin.data(),
                       KvLayer{k.data(), v.data(), kv_heads, head_dim}, block, offset);
       for (const uint16_t half : k) CHECK((half & 0x7fff) < 0x7c00);
       for (const uint16_t half : v) CHECK((half & 0x7fff) < 0x7c00);

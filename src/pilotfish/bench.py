@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pilotfish.backends.native import read_gb_per_s
+from pilotfish.backends.native import NativeExecutable, gmac_per_s, read_gb_per_s
 from pilotfish.drafters.base import parse_speculation
 from pilotfish.errors import InputError
 from pilotfish.llm import LLM
 from pilotfish.metrics import now_ms
+from pilotfish.profile import Cost, costs
+from pilotfish.profile import table as profile_table
 from pilotfish.program import BLOCK_SIZE
 from pilotfish.request import SamplingParams
 from pilotfish.tree import DraftTree, Rows, TreeBatch
@@ -30,6 +32,7 @@ from pilotfish.tree import DraftTree, Rows, TreeBatch
 app = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
 
 CONTEXT = 128  # tokens before the measured rows
+PREFILL_ROWS = 512  # at a time
 
 
 @dataclass(frozen=True)
@@ -47,36 +50,47 @@ def curve(
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes for each row count")] = 15,
     weights: Annotated[str | None, typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads")] = None,
+    context: Annotated[int, typer.Option(metavar="N", min=1, help="tokens before the measured rows")] = CONTEXT,
+    profile: Annotated[bool, typer.Option("--profile", help="also show where each pass spends its time")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Time one forward pass of M rows over that of one row, at a context of 128 tokens.
+    """Time one forward pass of M rows over that of one row.
 
     Speculation lives or dies by this curve: a draft of k tokens costs a pass of k + 1 rows.
     """
     counts = _row_counts(rows)
     llm = LLM(model, threads=threads, weights=weights)
-    times = _measure_curve(llm, counts, repeat)
+    batches = _curve_batches(llm, counts, context)
+    times = _measure_curve(llm, batches, repeat)
     medians = [median(times[count]) for count in counts]
     gb = llm.weight_bytes / 1e9
+    limit_gb_per_s, limit_gmac_per_s = read_gb_per_s(threads), gmac_per_s(threads)
+    profiles = {count: _profile(llm, batch, repeat) for count, batch in batches.items()} if profile else {}
     result = {
         "model": llm.config.name or model,
         "rows": counts,
         "median_ms": [round(value, 3) for value in medians],
         "ratio": [round(value / medians[0], 3) for value in medians],
         "gb_per_s": round(gb / (medians[0] / 1e3), 2),
-        "limit_gb_per_s": round(read_gb_per_s(threads), 2),
+        "limit_gb_per_s": round(limit_gb_per_s, 2),
+        "limit_gmac_per_s": round(limit_gmac_per_s, 1),
         "weight_gb": round(gb, 4),
+        "context": context,
         "machine": machine(llm),
     }
+    if profile:
+        result["profile"] = {count: [cost.as_dict() for cost in found] for count, found in profiles.items()}
     if as_json:
         print(json.dumps(result))
         return
-    table = Table(title=f"{result['model']}: one forward pass at a context of {CONTEXT}")
+    table = Table(title=f"{result['model']}: one forward pass at a context of {context}")
     for heading in ("rows", "median ms", f"over {counts[0]} row(s)", "tokens/s if all stand"):
         table.add_column(heading, justify="right")
     for count, value in zip(counts, medians, strict=True):
         table.add_row(str(count), f"{value:.2f}", f"{value / medians[0]:.2f}", f"{1e3 * count / value:.0f}")
     Console().print(table)
+    for count, found in profiles.items():
+        Console().print(profile_table(found, count, limit_gb_per_s, limit_gmac_per_s))
     print(
         f"the first row count reads {gb:.3f} GB of weights at {result['gb_per_s']} GB/s; "
         f"the machine reads at most {result['limit_gb_per_s']} GB/s ({result['machine']})"
@@ -202,27 +216,39 @@ def _row_counts(text: str) -> list[int]:
     return counts
 
 
-def _measure_curve(llm: LLM, counts: Sequence[int], repeat: int) -> dict[int, list[float]]:
-    """Milliseconds of each pass, the row counts taken in turn so that a noisy moment hits all alike."""
-    needed = CONTEXT + max(counts)
+def _curve_batches(llm: LLM, counts: Sequence[int], context: int) -> dict[int, TreeBatch]:
+    """For each row count its rows after `context` tokens, whose KV is there."""
+    needed = context + max(counts)
     if needed > llm.target.program.context_length:
         raise InputError(f"the model's context of {llm.target.program.context_length} is too short for {needed} tokens")
     blocks = list(range(-(-needed // BLOCK_SIZE)))
     tokens = [1 + index % (llm.config.vocab_size - 1) for index in range(needed)]
-    forward = llm.target.executable.forward
-    forward(TreeBatch.build([Rows(tokens[:CONTEXT], 0, blocks)]), llm.target.kv, False)
-    batches = {
-        count: TreeBatch.build([Rows(tokens[CONTEXT : CONTEXT + 1], CONTEXT, blocks, DraftTree.chain(tokens[1:count]))])
+    for start in range(0, context, PREFILL_ROWS):
+        chunk = Rows(tokens[start : min(start + PREFILL_ROWS, context)], start, blocks, logits=False)
+        llm.target.executable.forward(TreeBatch.build([chunk]), llm.target.kv, False)
+    return {
+        count: TreeBatch.build([Rows(tokens[context : context + 1], context, blocks, DraftTree.chain(tokens[1:count]))])
         for count in counts
     }
-    times: dict[int, list[float]] = {count: [] for count in counts}
+
+
+def _measure_curve(llm: LLM, batches: Mapping[int, TreeBatch], repeat: int) -> dict[int, list[float]]:
+    """Milliseconds of each pass, the row counts taken in turn so that a noisy moment hits all alike."""
+    times: dict[int, list[float]] = {count: [] for count in batches}
     for turn in range(repeat + 1):
-        for count in counts:
+        for count, batch in batches.items():
             started = now_ms()
-            forward(batches[count], llm.target.kv, False)
+            llm.target.executable.forward(batch, llm.target.kv, False)
             if turn:  # the first turn warms up
                 times[count].append(now_ms() - started)
     return times
+
+
+def _profile(llm: LLM, batch: TreeBatch, repeat: int) -> list[Cost]:
+    executable = llm.target.executable
+    assert isinstance(executable, NativeExecutable)
+    passes = [executable.profile(batch, llm.target.kv) for _ in range(repeat)]
+    return costs(llm.target.program, batch, llm.weights, passes)
 
 
 def _cpu_names() -> Iterable[str]:

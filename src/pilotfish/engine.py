@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pilotfish.backends.native import choose
 from pilotfish.control.budget import BudgetController
 from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, Drafter, DraftRequest
 from pilotfish.errors import InputError, PilotfishError
@@ -15,7 +16,6 @@ from pilotfish.metrics import now_ms
 from pilotfish.output import Detokenizer, OutputText
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Program, Result
 from pilotfish.request import FinishReason, Request, SamplingParams
-from pilotfish.sampling import choose
 from pilotfish.scheduler import Scheduled, Scheduler, StepPlan
 from pilotfish.tree import DraftTree, Rows, TreeBatch, Verdict
 from pilotfish.verify import verify

@@ -99,9 +99,10 @@ class LLM:
         )
         # One full context always fits, and a tree for every request; several requests share what there is.
         num_blocks = -(-program.context_length // BLOCK_SIZE) + max_num_seqs * -(-MAX_DRAFT_TOKENS // BLOCK_SIZE)
+        self.weights = interpreter.load(loaded.tensors)
         self.target = Target(
             program=program,
-            executable=interpreter.prepare(program, interpreter.load(loaded.tensors)),
+            executable=interpreter.prepare(program, self.weights),
             kv=interpreter.new_kv(program.kv, num_blocks),
             num_blocks=num_blocks,
             eos_ids=self.tokenizer.eos_ids,

@@ -5,6 +5,10 @@ trick: Gumbel 1954; Maddison et al. 2014), which samples from their distribution
 (seed, position, token id) and not to the order of calls, so whoever evaluates a position gets the same token.
 
 The position is that of the chosen token: the row of the last of n tokens chooses the token at position n.
+
+This file is the rule, written to be read; csrc/sampler.h (`backends.native.choose`) gives the same tokens fast. So that
+both can agree on every bit, what decides is made of single IEEE operations on float64, whole numbers and comparisons:
+exp and log are polynomials of our own, and probabilities are added as whole numbers, whose sums know no order.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ Scores = NDArray[np.float64]
 _Words = TypeVar("_Words", np.uint64, Bits)
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_NEAR = 8.0  # nats below the likeliest token: how far the first heat of `choose` reaches
+_LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")  # n * high is exact
+_LOG2_E = float.fromhex("0x1.71547652b82fep+0")
+_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD  # of the float64 next to sqrt(1/2)
 
 
 def _splitmix64(start: np.uint64, index: _Words) -> _Words:
@@ -49,11 +55,45 @@ def noise_bits(seed: int, position: int, token_ids: Ids) -> Bits:
     return _splitmix64(key, token_ids.astype(np.uint64))
 
 
+def _log(x: Scores) -> Scores:
+    """Natural logarithms of positive normal numbers, within 1e-15 of their size.
+
+    x = 2^n m with m in [sqrt(1/2), sqrt(2)); log(m) = 2 artanh(s), s = (m - 1) / (m + 1), by its Taylor series.
+    """
+    bits = x.view(np.int64)
+    n = (bits - _SQRT_HALF_BITS) >> 52
+    f = (bits - (n << 52)).view(np.float64) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    series = np.full_like(z, 1.0 / 17.0)
+    for k in range(15, 1, -2):
+        series = series * z + 1.0 / k
+    twice = s + s
+    logs: Scores = n * _LN2_HIGH + (n * _LN2_LOW + (twice + twice * (z * series)))
+    return logs
+
+
+def _exp(x: Scores) -> Scores:
+    """Exponentials of numbers from -64 to 0, within 1e-14 of their size: 2^n e^r, e^r by its Taylor polynomial."""
+    n = np.rint(x * _LOG2_E)
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    power = np.full_like(r, 1.0 / math.factorial(11))
+    for k in range(10, -1, -1):
+        power = power * r + 1.0 / math.factorial(k)
+    exponentials: Scores = np.ldexp(power, n.astype(np.int32))
+    return exponentials
+
+
+def _weights(scores: Scores) -> Bits:
+    """round(2^40 e^score) for scores up to 0: probabilities up to a factor, sums of 2^23 of them fit 63 bits."""
+    weights: Bits = np.rint(_exp(np.maximum(scores, -64.0)) * 2.0**40).astype(np.uint64)
+    return weights
+
+
 def _to_gumbel(bits: Bits) -> Scores:
     # The top 52 bits: with 53, adding a half would round the largest value up to 1, whose noise is infinite.
     uniform = ((bits >> np.uint64(12)).view(np.int64) + 0.5) * 2.0**-52
-    noise: Scores = -np.log(-np.log(uniform))
-    return noise
+    return -_log(-_log(uniform))
 
 
 def gumbel(seed: int, position: int, token_ids: Ids) -> Scores:
@@ -61,49 +101,37 @@ def gumbel(seed: int, position: int, token_ids: Ids) -> Scores:
     return _to_gumbel(noise_bits(seed, position, token_ids))
 
 
-def _highest(scores: Scores, k: int) -> NDArray[np.bool_]:
-    """Mask of the k highest scores; of equal ones the first."""
-    if k >= len(scores):
-        return np.ones(len(scores), np.bool_)
-    lowest = np.partition(scores, -k)[-k]
-    mask: NDArray[np.bool_] = scores >= lowest
-    surplus = np.count_nonzero(mask) - k
-    if surplus:
-        mask[np.flatnonzero(scores == lowest)[-surplus:]] = False
-    return mask
+def broken_row(logits: Logits) -> PilotfishError:
+    """What to raise when the highest logit is not finite; a NaN counts as the highest."""
+    return PilotfishError(f"the target's highest logit is {logits.max()}; it must be finite")
 
 
-def _nucleus_size(scores: Scores, p: float) -> int:
-    """How many of the highest scores it takes to hold a share p of the probability (Holtzman et al. 2019, equation 2).
-
-    Tokens with less than (1 - p) / n of it are not needed: together they hold less than 1 - p, so the others reach
-    p. Only those others are sorted.
-    """
-    weights = np.exp(scores)
-    total = weights.sum()
-    descending = np.sort(weights[weights >= (1.0 - p) * total / len(weights)])[::-1]
-    return int(np.searchsorted(np.cumsum(descending), p * total)) + 1
+def _nucleus_size(weights: Bits, p: float) -> int:
+    """How many of the first weights it takes to hold a share p of all (Holtzman et al. 2019, equation 2)."""
+    held = np.cumsum(weights)
+    total = int(held[-1])
+    return int(np.searchsorted(held, np.uint64(min(math.ceil(p * float(total)), total)))) + 1
 
 
 def _filtered(logits: Logits, params: SamplingParams) -> tuple[Ids, Scores]:
     """Kept token ids, ascending, and their (logit - highest) / temperature: log-probabilities up to a constant."""
     highest = logits.max()
-    if not np.isfinite(highest):  # NaN comes through max
-        raise PilotfishError(f"the target's highest logit is {highest}; it must be finite")
-    scores = logits.astype(np.float64)
-    scores -= highest
+    if not np.isfinite(highest):
+        raise broken_row(logits)
     with np.errstate(over="ignore"):  # a tiny temperature sends a score to -inf, which is its limit
-        scores /= params.temperature
-    # Both of these keep the head of one descending order, so they may be applied together.
-    keep = scores >= (math.log(params.min_p) if params.min_p else -sys.float_info.max)  # -inf is never kept
-    if params.top_k:
-        keep &= _highest(scores, params.top_k)
-    ids = np.flatnonzero(keep).astype(np.int32)
-    scores = scores[ids]
-    if params.top_p < 1:
-        keep = _highest(scores, _nucleus_size(scores, params.top_p))
-        ids, scores = ids[keep], scores[keep]
-    return ids, scores
+        scores = (logits.astype(np.float64) - np.float64(highest)) / params.temperature
+    # A min_p too small to be a normal number filters nothing; a score of -inf is never kept.
+    least = _log(np.array(params.min_p, np.float64)) if params.min_p >= sys.float_info.min else -sys.float_info.max
+    ids = np.flatnonzero(scores >= least)
+    if params.top_k or params.top_p < 1:
+        # By logits and not by scores, which rounding can make equal.
+        ids = ids[np.argsort(-logits[ids], kind="stable")]
+        if params.top_k:
+            ids = ids[: params.top_k]
+        if params.top_p < 1:
+            ids = ids[: _nucleus_size(_weights(scores[ids]), params.top_p)]
+        ids.sort()
+    return ids.astype(np.int32), scores[ids]
 
 
 def support(logits: Logits, params: SamplingParams) -> tuple[Ids, Scores]:
@@ -126,14 +154,7 @@ def choose(logits: Logits, params: SamplingParams, seed: int, position: int) -> 
     if params.temperature == 0:
         token = int(np.argmax(logits))
         if not np.isfinite(logits[token]):  # argmax finds a NaN before anything else
-            raise PilotfishError(f"the target's highest logit is {logits[token]}; it must be finite")
+            raise broken_row(logits)
         return token
     ids, scores = _filtered(logits, params)
-    bits = noise_bits(seed, position, ids)
-    # The likely tokens run a first heat. A token more than _NEAR below the likeliest can beat the winner's sum only
-    # with noise above sum + _NEAR; comparing bits finds those few without two logarithms for each of the vocabulary.
-    near = scores > -_NEAR
-    best = float((scores[near] + _to_gumbel(bits[near])).max())
-    needed = math.exp(-math.exp(-(best + _NEAR))) - 2.0**-40  # as a uniform; the margin is far above any rounding
-    finalists = np.flatnonzero(near | (bits >= np.uint64(needed * 2.0**64)))
-    return int(ids[finalists[np.argmax(scores[finalists] + _to_gumbel(bits[finalists]))]])
+    return int(ids[np.argmax(scores + gumbel(seed, position, ids))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,8 @@ from pilotfish.program import (
     Tap,
 )
 from pilotfish.quant import Tensor
+from pilotfish.request import SamplingParams
+from pilotfish.sampling import broken_row
 from pilotfish.tree import TreeBatch
 
 PATH_VARIABLE = "PILOTFISH_PATH"
@@ -46,7 +49,7 @@ class NativeBackend:
 
     def __init__(self, threads: int | None = None, path: str | None = None) -> None:
         """Raise InputError when the machine lacks the path or there would be no thread."""
-        self.path = _choose_path(path or os.environ.get(PATH_VARIABLE) or None)
+        self.path = _choose_path(path or _wanted_path())
         self._pool = _native.Pool(_choose_threads(threads))
 
     @property
@@ -82,15 +85,24 @@ class NativeBackend:
         binder = _Binder(program, weights, native)
         for op in program.ops:
             binder.bind(op)
-        return NativeExecutable(native, program.vocab_size, binder.has_head, binder.tap_widths)
+        return NativeExecutable(native, program, binder.has_head, binder.tap_widths)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What one stage of a pass took: operations that run without waiting for each other."""
+
+    ops: tuple[Op, ...]
+    ms: float
+    barriers: int
 
 
 class NativeExecutable:
     """A program bound to weights. Passes from several threads come one after the other."""
 
-    def __init__(self, native: Any, vocab_size: int, has_head: bool, tap_widths: Sequence[int]) -> None:
+    def __init__(self, native: Any, program: Program, has_head: bool, tap_widths: Sequence[int]) -> None:
         self._native = native
-        self._vocab_size = vocab_size
+        self._program = program
         self._has_head = has_head
         self._tap_widths = tuple(tap_widths)
 
@@ -99,9 +111,24 @@ class NativeExecutable:
 
         Raise ValueError when the batch points outside the vocabulary, the context, the block tables or the cache.
         """
+        return self._forward(batch, kv, logits, None)
+
+    def profile(self, batch: TreeBatch, kv: KV) -> list[StageTime]:
+        """One pass, with the time of what lies between two barriers: each stage holds one or more operations."""
+        stages: list[list[int]] = self._native.stages
+        times = np.empty(len(stages)), np.empty(len(stages), np.int32)
+        self._forward(batch, kv, False, times)
+        return [
+            StageTime(tuple(self._program.ops[op] for op in ops), ms, barriers)
+            for ops, ms, barriers in zip(stages, times[0].tolist(), times[1].tolist(), strict=True)
+        ]
+
+    def _forward(
+        self, batch: TreeBatch, kv: KV, logits: bool, times: tuple[NDArray[np.float64], NDArray[np.int32]] | None
+    ) -> Result:
         wanted = len(batch.logit_rows) if self._has_head else 0
         argmax = np.empty(wanted, np.int32)
-        scores: Floats | None = np.empty((wanted, self._vocab_size), np.float32) if logits else None
+        scores: Floats | None = np.empty((wanted, self._program.vocab_size), np.float32) if logits else None
         taps: tuple[Floats, ...] = tuple(np.empty((batch.num_rows, width), np.float32) for width in self._tap_widths)
         self._native.forward(
             batch.tokens,
@@ -117,6 +144,7 @@ class NativeExecutable:
             argmax,
             scores,
             taps,
+            times,
         )
         return Result(argmax, scores, taps)
 
@@ -244,6 +272,10 @@ def path_names() -> list[str]:
     return list(_native.path_names())
 
 
+def _wanted_path() -> str | None:
+    return os.environ.get(PATH_VARIABLE) or None
+
+
 def _choose_path(wanted: str | None) -> str:
     runnable = path_names()
     if wanted is None:
@@ -253,6 +285,19 @@ def _choose_path(wanted: str | None) -> str:
             f"the instruction-set path {wanted!r} does not run here; this machine runs {', '.join(runnable)}"
         )
     return wanted
+
+
+def choose(logits: Floats, params: SamplingParams, seed: int, position: int, path: str | None = None) -> int:
+    """The token that `sampling.choose` gives for `logits` [vocab], fast and with the interpreter lock released.
+
+    `path` is that of `NativeBackend`. Raises PilotfishError if the highest logit is not finite.
+    """
+    path = _choose_path(path or _wanted_path())
+    top_k = min(params.top_k, len(logits))
+    token = _native.sample(path, logits, params.temperature, params.min_p, top_k, params.top_p, seed, position)
+    if token < 0:
+        raise broken_row(logits)
+    return cast(int, token)
 
 
 def _choose_threads(wanted: int | None) -> int:
@@ -266,3 +311,8 @@ def _choose_threads(wanted: int | None) -> int:
 def read_gb_per_s(threads: int | None = None) -> float:
     """How fast this many threads read memory: plain decoding can not be faster than this over the bytes of weights."""
     return cast(float, _native.Pool(_choose_threads(threads)).read_gb_per_s())
+
+
+def gmac_per_s(threads: int | None = None) -> float:
+    """Billions of multiply-adds of small integers in a second, from registers: what bounds passes of many rows."""
+    return cast(float, _native.Pool(_choose_threads(threads)).gmac_per_s(_choose_path(_wanted_path())))
