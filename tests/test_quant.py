@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotfish.errors import InputError
+from pilotfish.loaders.loaded import map_file
 from pilotfish.quant import FORMATS, Tensor, quantize, requantize
 
 QUANTS = [kind for kind in FORMATS if kind != "F32"]
@@ -167,3 +171,17 @@ def test_values_that_can_not_be_rounded_are_refused(kind: str) -> None:
 def test_rows_that_do_not_fill_groups_are_refused() -> None:
     with pytest.raises(InputError, match="rows of 33 elements do not fill Q4_1 groups of 32"):
         quantize(np.zeros((2, 33), np.float32), "Q4_1")
+
+
+def test_a_released_tensor_is_read_again_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "tensor"
+    raw = np.random.default_rng(0).integers(0, 256, 3 * mmap.PAGESIZE + 64, np.uint8)
+    path.write_bytes(raw.tobytes())
+    tensor = Tensor("F32", (mmap.PAGESIZE // 2,), np.frombuffer(map_file(path), np.uint8)[64 : 64 + 2 * mmap.PAGESIZE])
+    before = tensor.data.tobytes()
+    tensor.release()
+    assert tensor.data.tobytes() == before == raw[64 : 64 + 2 * mmap.PAGESIZE].tobytes()
+    owned = Tensor("F32", (4,), raw[:16].copy())
+    owned.release()
+    assert owned.data.tobytes() == raw[:16].tobytes()
+

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from pilotfish.backends.native import StageTime
@@ -64,7 +65,7 @@ def table(found: Sequence[Cost], rows: int, limit_gb_per_s: float, limit_gmac_pe
     total_ms = sum(cost.ms for cost in found)
     result = Table(
         title=f"{rows} row(s): {total_ms:.2f} ms, {sum(cost.barriers for cost in found)} barriers",
-        caption=f"This machine reads {limit_gb_per_s:.1f} GB/s and does {limit_gmac_per_s:.0f} GMAC/s of 4-bit integers.",
+        caption=f"The limits: {limit_gb_per_s:.1f} GB/s, and {limit_gmac_per_s:.0f} GMAC/s of 4-bit integers.",
     )
     for heading in ("stage", "times", "ms", "share", "barriers", "GB/s", "GMAC/s"):
         result.add_column(heading, justify="left" if heading == "stage" else "right")
@@ -101,11 +102,8 @@ def _bytes(program: Program, batch: TreeBatch, op: Op, weights: Mapping[str, Any
             return int(weights[op.weight].nbytes)
         case Attention():
             # All rows of a request read its positions together.
-            ends = [
-                int(batch.positions[a:b].max()) + 1
-                for a, b in zip(batch.row_starts, batch.row_starts[1:], strict=False)
-            ]
-            return sum(ends) * program.kv.bytes_per_block // program.kv.layers // BLOCK_SIZE
+            ends = int(np.maximum.reduceat(batch.positions, batch.row_starts[:-1]).sum()) + batch.num_requests
+            return ends * program.kv.bytes_per_block // program.kv.layers // BLOCK_SIZE
         case _:
             return 0
 

@@ -8,6 +8,7 @@ so values equal that reference bit for bit.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -179,6 +180,18 @@ class Tensor:
     def dequantize(self) -> Floats:
         """All values, in `shape`."""
         return _decode(self.kind, self.data).reshape(self.shape)
+
+    def release(self) -> None:
+        """Take the pages of a mapped file out of this process; whoever reads the tensor again reads the file again."""
+        owner: object = self.data
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, memoryview):
+            owner = owner.obj
+        if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            start = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            owner.madvise(mmap.MADV_DONTNEED, first, start + self.data.size - first)
 
     def rows(self, indices: NDArray[np.integer]) -> Floats:
         """The values of some rows, [n, inputs]; only those are decoded."""

@@ -62,7 +62,11 @@ class NativeBackend:
 
     def load(self, tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
         """Matrices in panels for the kernels, vectors as float32: value for value what the tensors hold."""
-        return {name: _load(name, tensor) for name, tensor in tensors.items()}
+        loaded = {}
+        for name, tensor in tensors.items():
+            loaded[name] = _load(name, tensor)
+            tensor.release()  # or the file would be in memory twice at the end
+        return loaded
 
     def new_kv(self, shape: KVShape, num_blocks: int) -> KV:
         """All slots zero; memory is taken from the system as blocks are first written."""
