@@ -13,12 +13,15 @@ namespace pilotfish::PF_PATH {
 
 // How many pairs, and how many sums (pairs times vectors), fit into the registers.
 #if defined(PF_AVX512)
-constexpr int kPairsAtOnce = 8, kSums = 16;
+constexpr int kPairsAtOnce = 6, kSums = 24;
 #elif defined(PF_AVX2)
+constexpr int kPairsAtOnce = 6, kSums = 4;
+#elif defined(PF_DOTPROD)
 constexpr int kPairsAtOnce = 6, kSums = 4;
 #else
 constexpr int kPairsAtOnce = 4, kSums = 4;
 #endif
+constexpr int kLine = 32;    // halves in a cache line
 constexpr int kVectors = 4;  // vectors of outputs in one call of `multiply`, at most
 
 // One row and head that reach the chunk.
@@ -36,11 +39,9 @@ struct Chunk {
   const KvLayer& kv;
   int kv_head;
   int first;  // position
+  int end;    // positions before lie in the slots of their own numbers, for one row at least
 
-  size_t tile(int slot) const {
-    const size_t block = static_cast<size_t>(rows.blocks[slot / kBlockSlots]);
-    return (block * kv.kv_heads + kv_head) * kv.head_dim * kBlockSlots;
-  }
+  size_t tile(int slot) const { return kv.tile(rows.blocks[slot / kBlockSlots], kv_head); }
   const uint16_t* keys(int slot) const { return kv.k + tile(slot); }
   const uint16_t* values(int slot) const { return kv.v + tile(slot) + (slot % kBlockSlots) * kv.head_dim; }
   int slot(int row, int position) const {
@@ -49,30 +50,60 @@ struct Chunk {
   }
 };
 
-// out[p][v] = fma(b[p][step], a[v][step * stride], out[p][v]) over steps upwards, for P pairs and V vectors of 16.
+// Where up to kVectors vectors of a run of steps begin.
+struct Run {
+  const uint16_t* a[kVectors];
+};
+
+// What is multiplied: `steps` in runs of `run_steps`, one step `stride` halves after the other. Each step asks for two
+// lines of memory that will be needed later: the first `fetch_steps` steps walk on from fetch[0], and so on.
+struct Steps {
+  const Run* runs;
+  int run_steps, steps, stride;
+  const uint16_t* const* fetch;  // one more than is walked; nullptr: nothing to fetch
+  int fetch_steps;
+};
+
+// out[p][v] = fma(b[p][step], a[v][step], out[p][v]) over all steps upwards, for P pairs and V vectors from `first` on.
 template <int P, int V>
-inline void multiply_tile(const float* const* b, const uint16_t* const* a, int stride, int steps, float* const* out,
-                          int column) {
+inline void multiply_tile(const float* const* b, const Steps& a, int first, float* const* out) {
   Vf sums[P][V];
-  for (int p = 0; p < P; ++p)
-    for (int v = 0; v < V; ++v) sums[p][v] = load(out[p] + column + v * kLanes);
-  for (int step = 0; step < steps; ++step) {
-    for (int v = 0; v < V; ++v) {
-      const Vf lanes = load_half(a[v] + step * stride);
-      for (int p = 0; p < P; ++p) sums[p][v] = fma(set1(b[p][step]), lanes, sums[p][v]);
+  PF_UNROLL
+  for (int p = 0; p < P; ++p) PF_UNROLL
+  for (int v = 0; v < V; ++v) sums[p][v] = load(out[p] + (first + v) * kLanes);
+  const Run* run = a.runs;
+  const bool fetches = a.fetch && first == 0;
+  const uint16_t* const* fetch = a.fetch;
+  const uint16_t* next = fetches ? *fetch : run->a[0];
+  const int next_stride = fetches ? 2 * kLine : 0;
+  int next_steps = fetches ? a.fetch_steps : a.steps + 1;
+  for (int begin = 0; begin < a.steps; begin += a.run_steps, ++run) {
+    const int end = begin + a.run_steps < a.steps ? begin + a.run_steps : a.steps;
+    const uint16_t* at[V];
+    PF_UNROLL
+    for (int v = 0; v < V; ++v) at[v] = run->a[first + v];
+    for (int step = begin; step < end; ++step) {
+      prefetch(next);
+      prefetch(next + kLine);
+      next += next_stride;
+      if (--next_steps == 0) next = *++fetch, next_steps = a.fetch_steps;
+      Vf lanes[V];
+      PF_UNROLL
+      for (int v = 0; v < V; ++v) {
+        lanes[v] = load_half(at[v]);
+        at[v] += a.stride;
+      }
+      PF_UNROLL
+      for (int p = 0; p < P; ++p) {
+        const Vf weight = set1(b[p][step]);
+        PF_UNROLL
+        for (int v = 0; v < V; ++v) sums[p][v] = fma(weight, lanes[v], sums[p][v]);
+      }
     }
   }
-  for (int p = 0; p < P; ++p)
-    for (int v = 0; v < V; ++v) store(out[p] + column + v * kLanes, sums[p][v]);
-}
-
-template <int P>
-inline void multiply_vectors(const float* const* b, const uint16_t* const* a, int vectors, int stride, int steps,
-                             float* const* out) {
-  constexpr int V = kSums / P < 1 ? 1 : kSums / P > kVectors ? kVectors : kSums / P;
-  int v = 0;
-  for (; v + V <= vectors; v += V) multiply_tile<P, V>(b, a + v, stride, steps, out, v * kLanes);
-  for (; v < vectors; ++v) multiply_tile<P, 1>(b, a + v, stride, steps, out, v * kLanes);
+  PF_UNROLL
+  for (int p = 0; p < P; ++p) PF_UNROLL
+  for (int v = 0; v < V; ++v) store(out[p] + (first + v) * kLanes, sums[p][v]);
 }
 
 // The even share of `pairs` pairs in as few groups as possible.
@@ -81,44 +112,21 @@ inline int group_size(int pairs) {
   return (pairs + groups - 1) / groups;
 }
 
+template <int P>
+inline void multiply_pairs(int pairs, const float* const* b, const Steps& a, int vectors, float* const* out) {
+  if constexpr (P > 1)
+    if (pairs < P) return multiply_pairs<P - 1>(pairs, b, a, vectors, out);
+  constexpr int V = kSums / P < 1 ? 1 : kSums / P > kVectors ? kVectors : kSums / P;
+  int v = 0;
+  for (; v + V <= vectors; v += V) multiply_tile<P, V>(b, a, v, out);
+  for (; v < vectors; ++v) multiply_tile<P, 1>(b, a, v, out);
+}
+
 // The same for any number of pairs and up to kVectors vectors.
-inline void multiply(int pairs, const float* const* b, const uint16_t* const* a, int vectors, int stride, int steps,
-                     float* const* out) {
+inline void multiply(int pairs, const float* const* b, const Steps& a, int vectors, float* const* out) {
   const int size = group_size(pairs);
-  for (int p = 0; p < pairs; p += size) {
-    switch (pairs - p < size ? pairs - p : size) {
-      case 1:
-        multiply_vectors<1>(b + p, a, vectors, stride, steps, out + p);
-        break;
-      case 2:
-        multiply_vectors<2>(b + p, a, vectors, stride, steps, out + p);
-        break;
-      case 3:
-        multiply_vectors<3>(b + p, a, vectors, stride, steps, out + p);
-        break;
-      case 4:
-        multiply_vectors<4>(b + p, a, vectors, stride, steps, out + p);
-        break;
-#if defined(PF_AVX512) || defined(PF_AVX2)
-      case 5:
-        multiply_vectors<5>(b + p, a, vectors, stride, steps, out + p);
-        break;
-      case 6:
-        multiply_vectors<6>(b + p, a, vectors, stride, steps, out + p);
-        break;
-#endif
-#if defined(PF_AVX512)
-      case 7:
-        multiply_vectors<7>(b + p, a, vectors, stride, steps, out + p);
-        break;
-      case 8:
-        multiply_vectors<8>(b + p, a, vectors, stride, steps, out + p);
-        break;
-#endif
-      default:
-        break;
-    }
-  }
+  for (int p = 0; p < pairs; p += size)
+    multiply_pairs<kPairsAtOnce>(pairs - p < size ? pairs - p : size, b + p, a, vectors, out + p);
 }
 
 inline int tiles(int positions) { return (positions + kBlockSlots - 1) / kBlockSlots; }
@@ -150,11 +158,6 @@ inline void gather_keys(const Chunk& chunk, int row, int first, int end, uint16_
   }
 }
 
-// Asks for a tile ahead of its use: the tiles of one head lie apart, and the hardware guesses only within each.
-inline void fetch(const uint16_t* tile, int head_dim) {
-  for (int i = 0; i < head_dim * kBlockSlots; i += 32) prefetch(tile + i);
-}
-
 inline void score(const Chunk& chunk, const Pair* pairs, int count, uint16_t* gathered) {
   const int n = chunk.kv.head_dim;
   const float* q[kPairs];
@@ -167,10 +170,10 @@ inline void score(const Chunk& chunk, const Pair* pairs, int count, uint16_t* ga
   }
   const int size = group_size(count);
   for (int tile = 0; tile < most; tile += kVectors) {
-    for (int t = tile; t < most && t < tile + kVectors; ++t) {
-      fetch(chunk.values(chunk.first + t * kBlockSlots), n);
-      if (t + kVectors < most) fetch(chunk.keys(chunk.first + (t + kVectors) * kBlockSlots), n);
-    }
+    // The values of these tiles meanwhile: tiles lie apart, and the hardware guesses only within each.
+    const uint16_t* fetch[kVectors + 1];
+    for (int v = 0; v <= kVectors; ++v)
+      fetch[v] = chunk.values(chunk.first + (tile + v < most ? tile + v : most - 1) * kBlockSlots);
     for (int g = 0; g < count; g += size) {
       const int members = count - g < size ? count - g : size;
       int end = 0;
@@ -179,9 +182,10 @@ inline void score(const Chunk& chunk, const Pair* pairs, int count, uint16_t* ga
         if (block_tiles(pairs[p]) > end) end = block_tiles(pairs[p]);
       }
       const int vectors = end - tile < kVectors ? end - tile : kVectors;
-      const uint16_t* keys[kVectors];
-      for (int v = 0; v < vectors; ++v) keys[v] = chunk.keys(chunk.first + (tile + v) * kBlockSlots);
-      if (vectors > 0) multiply(members, q + g, keys, vectors, kBlockSlots, n, out + g);
+      Run keys;
+      for (int v = 0; v < vectors; ++v) keys.a[v] = chunk.keys(chunk.first + (tile + v) * kBlockSlots);
+      if (vectors > 0)
+        multiply(members, q + g, {&keys, n, n, kBlockSlots, g == 0 ? fetch : nullptr, n / 4}, vectors, out + g);
     }
   }
   for (int p = 0, end; p < count; p = end) {
@@ -192,7 +196,8 @@ inline void score(const Chunk& chunk, const Pair* pairs, int count, uint16_t* ga
         out[i] = pairs[i].scores + tile * kLanes;
         store(out[i], set1(0.0f));
       }
-      multiply(end - p, q + p, &gathered, 1, kBlockSlots, n, out + p);
+      const Run keys = {{gathered}};
+      multiply(end - p, q + p, {&keys, n, n, kBlockSlots, nullptr, 0}, 1, out + p);
     }
   }
 }
@@ -219,48 +224,49 @@ inline void weigh(const Pair& pair, int head_dim, float scale) {
   pair.part[head_dim + 1] = reduce_add(sum);
 }
 
-// Adds weight * value of `steps` consecutive slots, which stand at `position` of the chunk, to the pairs' outputs.
-inline void add_values(const Chunk& chunk, const Pair* pairs, int count, int slot, int position, int steps) {
+// Adds weight * value to the pairs' outputs for `steps` positions of the chunk from `position` on, whose values lie at
+// `rows`: those of each block one after the other.
+inline void add_values(const Chunk& chunk, const Pair* pairs, int count, const uint16_t* const* rows, int position,
+                       int steps, bool ahead) {
   const int n = chunk.kv.head_dim;
-  const uint16_t* row = chunk.values(slot);
   const float* weights[kPairs];
   float* out[kPairs];
+  Run runs[kChunk / kBlockSlots];
   for (int column = 0; column < n; column += kVectors * kLanes) {
     const int left = (n - column) / kLanes, vectors = left < kVectors ? left : kVectors;
-    const uint16_t* values[kVectors];
-    for (int v = 0; v < vectors; ++v) values[v] = row + column + v * kLanes;
+    for (int i = 0; i < tiles(steps); ++i)
+      for (int v = 0; v < vectors; ++v) runs[i].a[v] = rows[i] + column + v * kLanes;
     for (int p = 0; p < count; ++p) {
       weights[p] = pairs[p].scores + position;
       out[p] = pairs[p].part + column;
     }
-    multiply(count, weights, values, vectors, n, steps, out);
+    // The keys of the next chunk meanwhile: as many lines of each tile as a run has steps, twice.
+    const uint16_t* fetch[kChunk / kBlockSlots + 1];
+    for (int i = 0; ahead && i <= tiles(steps); ++i) {
+      const int next = chunk.first + kChunk + i * kBlockSlots;
+      fetch[i] = chunk.keys(next < chunk.end ? next : chunk.first) + column * kBlockSlots;
+    }
+    multiply(count, weights, {runs, kBlockSlots, steps, n, ahead ? fetch : nullptr, kBlockSlots}, vectors, out);
   }
 }
 
 inline void weigh_values(const Chunk& chunk, const Pair* pairs, int count) {
   for (int p = 0; p < count; ++p) memset(pairs[p].part, 0, sizeof(float) * chunk.kv.head_dim);
   const int size = group_size(count);
-  int shared[kPairs];  // by group: positions that all its pairs find in place
-  int most = 0;
-  for (int g = 0; g < count; g += size) {
-    shared[g] = kChunk;
-    for (int p = g; p < count && p < g + size; ++p)
-      if (pairs[p].in_place < shared[g]) shared[g] = pairs[p].in_place;
-    if (shared[g] > most) most = shared[g];
-  }
-  for (int i = 0; i < most; i += kBlockSlots) {
-    for (int g = 0; g < count; g += size) {
-      const int members = count - g < size ? count - g : size;
-      const int steps = shared[g] - i < kBlockSlots ? shared[g] - i : kBlockSlots;
-      if (steps > 0) add_values(chunk, pairs + g, members, chunk.first + i, i, steps);
-    }
-  }
   for (int g = 0; g < count; g += size) {
     const int last = count - g < size ? count : g + size;
+    int shared = kChunk;  // positions that all pairs of the group find in place
+    for (int p = g; p < last; ++p)
+      if (pairs[p].in_place < shared) shared = pairs[p].in_place;
+    const uint16_t* rows[kChunk / kBlockSlots];
+    for (int i = 0; i < tiles(shared); ++i) rows[i] = chunk.values(chunk.first + i * kBlockSlots);
+    add_values(chunk, pairs + g, last - g, rows, 0, shared, g == 0 && chunk.first + kChunk < chunk.end);
     for (int p = g, end; p < last; p = end) {
       end = row_end(pairs, last, p);
-      for (int i = shared[g]; i < pairs[p].seen; ++i)
-        add_values(chunk, pairs + p, end - p, chunk.slot(pairs[p].row, chunk.first + i), i, 1);
+      for (int i = shared; i < pairs[p].seen; ++i) {
+        const uint16_t* row = chunk.values(chunk.slot(pairs[p].row, chunk.first + i));
+        add_values(chunk, pairs + p, end - p, &row, i, 1, false);
+      }
     }
   }
 }
@@ -273,7 +279,10 @@ inline void attend_pairs(const Chunk& chunk, const Pair* pairs, int count, float
 
 inline void attend(const AttentionRows& rows, const KvLayer& kv, int row0, int row1, int kv_head, int chunk,
                    float scale, float* part, size_t part_stride, float* scratch) {
-  const Chunk where{rows, kv, kv_head, chunk * kChunk};
+  int end = 0;
+  for (int row = row0; row < row1; ++row)
+    if (rows.prefix_lens[row] > end) end = rows.prefix_lens[row];
+  const Chunk where{rows, kv, kv_head, chunk * kChunk, end};
   const int group = rows.heads / kv.kv_heads;
   auto* gathered = reinterpret_cast<uint16_t*>(scratch + kPairs * kChunk);
   Pair pairs[kPairs];

@@ -167,10 +167,11 @@ void bind_kv(nb::module_& m) {
     if (layer < 0 || layer >= kv.layers()) throw nb::index_error("no such layer");
     const size_t dim = static_cast<size_t>(kv.head_dim()), slots = kBlockSlots;
     const KvLayer at = kv.layer(layer);
+    const size_t rows = keys ? dim : slots, columns = keys ? slots : dim;
     return nb::ndarray<nb::numpy, uint16_t>(
-        keys ? at.k : at.v,
-        {static_cast<size_t>(kv.blocks()), static_cast<size_t>(kv.kv_heads()), keys ? dim : slots, keys ? slots : dim},
-        self);
+        keys ? at.k : at.v, {static_cast<size_t>(kv.blocks()), static_cast<size_t>(kv.kv_heads()), rows, columns}, self,
+        {static_cast<int64_t>(at.block_halves), static_cast<int64_t>(at.head_halves), static_cast<int64_t>(columns),
+         1});
   };
   nb::class_<Kv>(m, "Kv", "Keys and values of one model, as halves.")
       .def(

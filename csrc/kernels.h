@@ -81,13 +81,18 @@ struct Rows {
   }
 };
 
-// One model's keys and values. K of a block and head is [head_dim, 16 slots], so that the scores of 16 slots come out
+// Keys and values of one layer. K of a block and head is [head_dim, 16 slots], so that the scores of 16 slots come out
 // in 16 lanes; V is [16 slots, head_dim]. Both are IEEE halves, clamped to the finite range.
 struct KvLayer {
-  uint16_t* k;  // [blocks, kv_heads, head_dim, 16]
-  uint16_t* v;  // [blocks, kv_heads, 16, head_dim]
+  uint16_t* k;  // of block 0 and head 0
+  uint16_t* v;
   int kv_heads;
   int head_dim;
+  size_t block_halves, head_halves;  // from one block, and from one head, to the next
+
+  size_t tile(int block, int head) const {
+    return static_cast<size_t>(block) * block_halves + static_cast<size_t>(head) * head_halves;
+  }
 };
 
 // The query rows of one request and where each looks (tree.py, TreeBatch). Arrays are indexed by batch row.
@@ -102,7 +107,7 @@ struct AttentionRows {
   const int32_t* blocks;      // the request's block table
 };
 
-constexpr int kPairs = 32;  // (row, head) pairs that attention works on at a time
+constexpr int kPairs = 48;  // (row, head) pairs that attention works on at a time
 
 // Floats: the scores of each pair, and one tile of K.
 constexpr size_t attend_scratch(int head_dim) {

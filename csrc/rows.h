@@ -81,7 +81,7 @@ inline void rope_kv(float* qkv, int head0, int head1, int heads, const float* q_
       rotate(x, n, cos, sin);
     }
     if (key < 0) continue;
-    const size_t tile = (static_cast<size_t>(block) * kv.kv_heads + (value < 0 ? key : value)) * n * kBlockSlots;
+    const size_t tile = kv.tile(block, value < 0 ? key : value);
     for (int i = 0; i < n; i += kLanes) {
       if (value >= 0) {
         store_bounded(kv.v + tile + offset * n + i, load(x + i));

@@ -108,7 +108,8 @@ struct Case {
     std::fill_n(scratch, attend_scratch(head_dim), NAN);
     const AttentionRows view{q.data(),           heads * head_dim,  heads,        positions.data(), prefix_lens.data(),
                              path_starts.data(), path_slots.data(), blocks.data()};
-    const KvLayer kv{k.data(), v.data(), kv_heads, head_dim};
+    const size_t tile = static_cast<size_t>(head_dim) * kBlockSlots;
+    const KvLayer kv{k.data(), v.data(), kv_heads, head_dim, kv_heads * tile, tile};
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
     for (int row = 0, end; row < rows; row = end) {
       end = std::min<int>(rows, row + 1 + static_cast<int>(random() % 40));

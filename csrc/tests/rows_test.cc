@@ -141,6 +141,8 @@ void test_rope_kv(const Kernels& kernels, std::mt19937& random) {
       }
       const size_t size = static_cast<size_t>(blocks) * kv_heads * head_dim * kBlockSlots;
       std::vector<uint16_t> k(size, 0xabcd), v(size, 0xabcd), expected_k = k, expected_v = v;
+      const size_t halves = static_cast<size_t>(head_dim) * kBlockSlots;
+      const KvLayer kv{k.data(), v.data(), kv_heads, head_dim, kv_heads * halves, halves};
       for (int head = 0; head < kv_heads; ++head)
         for (int i = 0; i < head_dim; ++i) {
           const size_t tile = static_cast<size_t>(block * kv_heads + head) * head_dim * kBlockSlots;
@@ -153,15 +155,13 @@ void test_rope_kv(const Kernels& kernels, std::mt19937& random) {
       const int all = heads + 2 * kv_heads, cut = 1 + static_cast<int>(random() % (all - 1));
       for (const int from : {0, cut})  // in two parts
         kernels.rope_kv(qkv.data(), from, from == 0 ? cut : all, heads, normed ? q_norm.data() : nullptr,
-                        normed ? k_norm.data() : nullptr, 1e-6f, cos.data(), sin.data(),
-                        KvLayer{k.data(), v.data(), kv_heads, head_dim}, block, offset);
+                        normed ? k_norm.data() : nullptr, 1e-6f, cos.data(), sin.data(), kv, block, offset);
       CHECK(same(qkv, expected));
       CHECK(k == expected_k);
       CHECK(v == expected_v);
       // NaN may come out of a broken model; in the cache it would spread to every later row.
       qkv.assign(qkv.size(), NAN);
-      kernels.rope_kv(qkv.data(), 0, all, heads, nullptr, nullptr, 0.0f, cos.data(), sin.data(),
-                      KvLayer{k.data(), v.data(), kv_heads, head_dim}, block, offset);
+      kernels.rope_kv(qkv.data(), 0, all, heads, nullptr, nullptr, 0.0f, cos.data(), sin.data(), kv, block, offset);
       for (const uint16_t half : k) CHECK((half & 0x7fff) < 0x7c00);
       for (const uint16_t half : v) CHECK((half & 0x7fff) < 0x7c00);
     }
