@@ -34,6 +34,7 @@ LEVELS = {
     "bench": 6,
     "profile": 6,
     "cli": 6,
+    "__main__": 6,
 }
 LEDGER, COMPUTE = 1, 2
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -31,6 +31,8 @@ from pilotfish.tree import DraftTree, Rows, TreeBatch
 
 app = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
 
+_Key = int | str  # a row count, or "prefill"
+
 CONTEXT = 128  # tokens before the measured rows
 PREFILL_ROWS = 512  # at a time
 
@@ -51,6 +53,7 @@ def curve(
     weights: Annotated[str | None, typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads")] = None,
     context: Annotated[int, typer.Option(metavar="N", min=1, help="tokens before the measured rows")] = CONTEXT,
+    prefill: Annotated[int, typer.Option(metavar="N", min=0, help="also time a prompt of N tokens")] = 0,
     profile: Annotated[bool, typer.Option("--profile", help="also show where each pass spends its time")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -65,7 +68,10 @@ def curve(
     medians = [median(times[count]) for count in counts]
     gb = llm.weight_bytes / 1e9
     limit_gb_per_s, limit_gmac_per_s = read_gb_per_s(threads), gmac_per_s(threads)
-    profiles = {count: _profile(llm, batch, repeat) for count, batch in batches.items()} if profile else {}
+    if prefill:
+        batches["prefill"] = _prompt(llm, prefill)
+        prefill_ms = median(_measure_curve(llm, {"prefill": batches["prefill"]}, min(repeat, 3))["prefill"])
+    profiles = {str(count): _profile(llm, batch, repeat) for count, batch in batches.items()} if profile else {}
     result = {
         "model": llm.config.name or model,
         "rows": counts,
@@ -78,6 +84,9 @@ def curve(
         "context": context,
         "machine": machine(llm),
     }
+    if prefill:
+        speed = round(1e3 * prefill / prefill_ms, 1)
+        result["prefill"] = {"tokens": prefill, "median_ms": round(prefill_ms, 3), "tokens_per_second": speed}
     if profile:
         result["profile"] = {count: [cost.as_dict() for cost in found] for count, found in profiles.items()}
     if as_json:
@@ -89,8 +98,10 @@ def curve(
     for count, value in zip(counts, medians, strict=True):
         table.add_row(str(count), f"{value:.2f}", f"{value / medians[0]:.2f}", f"{1e3 * count / value:.0f}")
     Console().print(table)
-    for count, found in profiles.items():
-        Console().print(profile_table(found, count, limit_gb_per_s, limit_gmac_per_s))
+    if prefill:
+        print(f"a prompt of {prefill} tokens takes {prefill_ms:.1f} ms: {speed} tokens/s")
+    for what, found in profiles.items():
+        Console().print(profile_table(found, what, limit_gb_per_s, limit_gmac_per_s))
     print(
         f"the first row count reads {gb:.3f} GB of weights at {result['gb_per_s']} GB/s; "
         f"the machine reads at most {result['limit_gb_per_s']} GB/s ({result['machine']})"
@@ -216,7 +227,14 @@ def _row_counts(text: str) -> list[int]:
     return counts
 
 
-def _curve_batches(llm: LLM, counts: Sequence[int], context: int) -> dict[int, TreeBatch]:
+def _prompt(llm: LLM, tokens: int) -> TreeBatch:
+    if tokens > llm.target.program.context_length:
+        raise InputError(f"a prompt of {tokens} tokens does not fit the context of {llm.target.program.context_length}")
+    blocks = list(range(-(-tokens // BLOCK_SIZE)))
+    return TreeBatch.build([Rows([1 + index % (llm.config.vocab_size - 1) for index in range(tokens)], 0, blocks)])
+
+
+def _curve_batches(llm: LLM, counts: Sequence[int], context: int) -> dict[int | str, TreeBatch]:
     """For each row count its rows after `context` tokens, whose KV is there."""
     needed = context + max(counts)
     if needed > llm.target.program.context_length:
@@ -232,9 +250,9 @@ def _curve_batches(llm: LLM, counts: Sequence[int], context: int) -> dict[int, T
     }
 
 
-def _measure_curve(llm: LLM, batches: Mapping[int, TreeBatch], repeat: int) -> dict[int, list[float]]:
+def _measure_curve(llm: LLM, batches: Mapping[_Key, TreeBatch], repeat: int) -> dict[_Key, list[float]]:
     """Milliseconds of each pass, the row counts taken in turn so that a noisy moment hits all alike."""
-    times: dict[int, list[float]] = {count: [] for count in batches}
+    times: dict[_Key, list[float]] = {count: [] for count in batches}
     for turn in range(repeat + 1):
         for count, batch in batches.items():
             started = now_ms()

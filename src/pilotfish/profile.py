@@ -60,11 +60,11 @@ def costs(
     return found
 
 
-def table(found: Sequence[Cost], rows: int, limit_gb_per_s: float, limit_gmac_per_s: float) -> Table:
-    """For people: where a pass of this many rows spends its time."""
+def table(found: Sequence[Cost], what: str, limit_gb_per_s: float, limit_gmac_per_s: float) -> Table:
+    """For people: where the passes `what` (a row count or a word) spend their time."""
     total_ms = sum(cost.ms for cost in found)
     result = Table(
-        title=f"{rows} row(s): {total_ms:.2f} ms, {sum(cost.barriers for cost in found)} barriers",
+        title=f"{f'{what} row(s)' if what.isdigit() else what}: {total_ms:.2f} ms, {sum(cost.barriers for cost in found)} barriers",
         caption=f"The limits: {limit_gb_per_s:.1f} GB/s, and {limit_gmac_per_s:.0f} GMAC/s of 4-bit integers.",
     )
     for heading in ("stage", "times", "ms", "share", "barriers", "GB/s", "GMAC/s"):

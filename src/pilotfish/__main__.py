@@ -1,0 +1,5 @@
+"""`python -m pilotfish`."""
+
+from pilotfish.cli import main
+
+main()
