@@ -31,6 +31,7 @@ check: install-dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
 
+# The Debian packages g++-aarch64-linux-gnu and qemu-user turn on the tests of the aarch64 kernels.
 test: check
 	$(BIN)/python -m pytest
 

@@ -14,9 +14,7 @@ namespace pilotfish::PF_PATH {
 // How many pairs, and how many sums (pairs times vectors), fit into the registers.
 #if defined(PF_AVX512)
 constexpr int kPairsAtOnce = 6, kSums = 24;
-#elif defined(PF_AVX2)
-constexpr int kPairsAtOnce = 6, kSums = 4;
-#elif defined(PF_DOTPROD)
+#elif defined(PF_AVX2) || defined(PF_DOTPROD)
 constexpr int kPairsAtOnce = 6, kSums = 4;
 #else
 constexpr int kPairsAtOnce = 4, kSums = 4;

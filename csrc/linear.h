@@ -13,17 +13,21 @@
 
 namespace pilotfish::PF_PATH {
 
-// The most rows in a tile, and panels, bounded by the registers. More rows are split evenly into tiles.
+// The most rows in a tile, and panels, bounded by the registers, and how many sums of `dots` they hold. More rows are
+// split evenly into tiles.
 #if defined(PF_TILE_ROWS)
-constexpr int kTileRows = PF_TILE_ROWS, kTilePanels = 2;
+constexpr int kTileRows = PF_TILE_ROWS, kTilePanels = 2, kIndependentDots = 2;
 #elif defined(PF_AVX512)
-constexpr int kTileRows = 6, kTilePanels = 2;
-#elif defined(PF_AVX2)
-constexpr int kTileRows = 6, kTilePanels = 1;
+constexpr int kTileRows = 6, kTilePanels = 2, kIndependentDots = 12;
+#elif defined(PF_AVX2)  // with AVX-VNNI, too: 4 and 5 rows were slower but for Q6_K, 7 no faster, 8 much slower
+constexpr int kTileRows = 6, kTilePanels = 1, kIndependentDots = sizeof(Dot<4>) > 64 ? 2 : 5;
+#elif defined(PF_DOTPROD)
+constexpr int kTileRows = 3, kTilePanels = 1, kIndependentDots = 6;
 #else
-constexpr int kTileRows = 2, kTilePanels = 1;
+constexpr int kTileRows = 2, kTilePanels = 1, kIndependentDots = 2;
 #endif
 
+constexpr int kFloatStep = 8;       // k between two looks ahead
 constexpr int kPieceInputs = 2048;  // of two panels and a tile of rows: about as much as the first-level cache holds
 
 constexpr bool is_float(Values values) { return values <= Values::kBf16; }
@@ -76,15 +80,13 @@ struct Piece {
   const uint8_t* data;
   size_t panel_bytes;  // from one panel to the next
   int k0, k1;          // inputs
-  // To fetch: bytes for each step, from each of P places.
-  int ahead;
-  size_t next_stride;
+  int ahead;           // bytes to fetch for each step, of each of the P panels that come next
 };
 
 template <int P>
 inline void fetch(const Piece& piece, const uint8_t* next) {
   for (int i = 0; i < piece.ahead; i += 64) PF_UNROLL
-  for (int panel = 0; panel < P; ++panel) prefetch(next + panel * piece.next_stride + i);
+  for (int panel = 0; panel < P; ++panel) prefetch(next + panel * piece.panel_bytes + i);
 }
 
 // Goes on with the sums [R, P, 16] of R rows at `a`. On the way it fetches from `next` on.
@@ -184,22 +186,23 @@ template <Values V, int P, int R>
 void float_tile(const Piece& piece, const uint8_t* next, const float* x, int stride, float* sums) {
   constexpr int kBytes = (V == Values::kF32 ? 4 : 2) * kPanel;
   const size_t panel_bytes = piece.panel_bytes;
-  const int ahead = piece.ahead;
   const uint8_t* p = piece.data;
   Vf acc[R][P];
   PF_UNROLL
   for (int r = 0; r < R; ++r) PF_UNROLL
   for (int i = 0; i < P; ++i) acc[r][i] = load(sums + (r * P + i) * kPanel);
-  for (int k = piece.k0; k < piece.k1; ++k, p += kBytes, next += ahead) {
+  for (int k = piece.k0; k < piece.k1; next += piece.ahead) {
     fetch<P>(piece, next);
-    Vf w[P];
-    PF_UNROLL
-    for (int i = 0; i < P; ++i) w[i] = load_values<V>(p + i * panel_bytes);
-    PF_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Vf value = set1(x[static_cast<size_t>(r) * stride + k]);
+    for (const int end = k + kFloatStep < piece.k1 ? k + kFloatStep : piece.k1; k < end; ++k, p += kBytes) {
+      Vf w[P];
       PF_UNROLL
-      for (int i = 0; i < P; ++i) acc[r][i] = fma(w[i], value, acc[r][i]);
+      for (int i = 0; i < P; ++i) w[i] = load_values<V>(p + i * panel_bytes);
+      PF_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Vf value = set1(x[static_cast<size_t>(r) * stride + k]);
+        PF_UNROLL
+        for (int i = 0; i < P; ++i) acc[r][i] = fma(w[i], value, acc[r][i]);
+      }
     }
   }
   PF_UNROLL
@@ -231,7 +234,7 @@ template <Values V, Scales S, int P>
 void linear_panels(const Weight& weight, const Rows& rows, int row0, int row1, int panel, const float* bias, float* out,
                    int out_stride, bool add, const uint8_t* next, float* sums) {
   constexpr int kUnit = S == Scales::kSuperMin || S == Scales::kSuper16 ? kSuper : is_float(V) ? 1 : kGroup;
-  constexpr int kStep = is_float(V) ? 1 : kGroup;
+  constexpr int kStep = is_float(V) ? kFloatStep : kGroup;
   const uint8_t* data = weight.data + panel * weight.panel_bytes;
   const int units = weight.inputs / kUnit, tiles = (row1 - 1) / rows.tile - row0 / rows.tile + 1;
   // One tile reads the panels from end to end. More of them share pieces that stay in a near cache.
@@ -240,13 +243,11 @@ void linear_panels(const Weight& weight, const Rows& rows, int row0, int row1, i
   for (int i = 0; i < pieces; ++i) {
     const int unit0 = units * i / pieces, unit1 = units * (i + 1) / pieces;
     const size_t unit_bytes = weight.panel_bytes / units;
-    Piece piece = {data + unit0 * unit_bytes, weight.panel_bytes, unit0 * kUnit, unit1 * kUnit, 0, 0};
-    // What comes next is fetched evenly over all tiles: while the later ones work, memory would be idle.
-    const bool last = i + 1 == pieces;
-    const uint8_t* fetch = last ? next : data + unit1 * unit_bytes;
-    const size_t steps = static_cast<size_t>(piece.k1 - piece.k0) / kStep;
+    Piece piece = {data + unit0 * unit_bytes, weight.panel_bytes, unit0 * kUnit, unit1 * kUnit, 0};
+    // What comes after these panels is fetched evenly over all tiles: while the later ones work, memory would be idle.
+    const size_t steps = static_cast<size_t>(piece.k1 - piece.k0 + kStep - 1) / kStep;
     const size_t bytes = (unit1 - unit0) * unit_bytes;
-    piece.next_stride = last ? bytes : weight.panel_bytes;
+    const uint8_t* fetch = next ? next + unit0 * unit_bytes : nullptr;
     if (fetch) piece.ahead = static_cast<int>(bytes / (steps * tiles)) + 1;
     for (int row = row0, end; row < row1; row = end, fetch += steps * piece.ahead) {
       end = (row / rows.tile + 1) * rows.tile;
@@ -268,8 +269,9 @@ void linear_as(const Weight& weight, const Rows& rows, int row0, int row1, int p
                float* out, int out_stride, bool add, const uint8_t* next, float* sums) {
   auto then = [&](int panel) { return panel < panel1 ? weight.data + panel * weight.panel_bytes : next; };
   int panel = panel0;
-  // One tile waits for memory, which gives one stream faster than two; more of them wait for arithmetic.
-  if (row1 - row0 > kTileRows)
+  // One tile waits for memory, which gives one stream faster than two; more of them wait for arithmetic, and a few rows
+  // of floats for the last sum.
+  if (row1 - row0 > kTileRows || is_float(V))
     for (; panel + kTilePanels <= panel1; panel += kTilePanels)
       linear_panels<V, S, kTilePanels>(weight, rows, row0, row1, panel, bias, out, out_stride, add,
                                        then(panel + kTilePanels), sums);
@@ -278,17 +280,21 @@ void linear_as(const Weight& weight, const Rows& rows, int row0, int row1, int p
 }
 
 inline int64_t dots(int groups, int32_t* sum) {
-  constexpr int kSums = kTilePanels > 1 ? 12 : 2;  // of the AVX2 ones no more stay in registers
+  constexpr int kSums = kIndependentDots, kSteps = 8;  // of four k: a group
   const uint8_t ones[64] = {1, 1, 1, 1};
   Vb w = loadb(ones);
+  int32_t a[kSums];
+  for (int i = 0; i < kSums; ++i) a[i] = 1 + i;
+  asm volatile("" : : "r"(a) : "memory");  // might be other numbers now
   Dot<4> dot[kSums];
   PF_UNROLL
   for (int i = 0; i < kSums; ++i) dot[i].start(seti(0));
   for (int group = 0; group < groups; ++group) {
     PF_UNROLL
-    for (int step = 0; step < 8; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
+      touch(w);
       PF_UNROLL
-      for (int i = 0; i < kSums; ++i) dot[i].step(w, i + 1, step);
+      for (int i = 0; i < kSums; ++i) dot[i].step(w, a[i], step);
     }
   }
   int32_t lanes[kLanes];

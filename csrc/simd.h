@@ -1,4 +1,4 @@
-// Sixteen lanes on every instruction set: one zmm, two ymm, or an array the compiler vectorises.
+// Sixteen lanes on every instruction set: one zmm, two ymm, four NEON registers, or an array the compiler vectorises.
 //
 // Kernels are written once against these types and compiled once per path (PF_PATH names it, compiler flags decide
 // which branch below is taken). Every operation is one correctly rounded IEEE operation per lane, fma is explicit and
@@ -18,6 +18,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PF_AVX2 1
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define PF_DOTPROD 1
+#include "simd_dotprod.h"
 #endif
 
 // Before a loop over a small constant count whose body must see the count as a constant.
@@ -122,6 +125,12 @@ inline Vf first(Vf a, int n, Vf rest) {
 }
 
 inline Vb loadb(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+// Lets the compiler believe that these bytes are others now.
+#if defined(PF_EMULATE_AVX512)
+inline void touch(Vb& a) { asm volatile("" : "+m"(a)); }
+#else
+inline void touch(Vb& a) { asm volatile("" : "+v"(a.v)); }
+#endif
 inline Vb and_bytes(Vb a, uint8_t mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(static_cast<char>(mask)))}; }
 inline Vb or_masked(Vb a, Vb b, uint8_t mask) {  // a | (b & mask)
   return {_mm512_ternarylogic_epi64(a.v, b.v, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8)};
@@ -222,6 +231,7 @@ inline Vb loadb(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
+inline void touch(Vb& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline Vb and_bytes(Vb x, uint8_t mask) {
   const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
   return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
@@ -233,6 +243,20 @@ inline Vb or_masked(Vb x, Vb y, uint8_t mask) {  // x | (y & mask)
 inline Vb shr_bytes(Vb x, int n) { return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
 inline Vb shl_bytes(Vb x, int n) { return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
 
+#if defined(__AVXVNNI__)
+template <int Bits>
+struct Dot {
+  static constexpr int kTaken = 0;
+  __m256i low, high;
+  void start(Vi x) { low = x.a, high = x.b; }
+  void step(Vb w, int32_t a, int /*step*/) {
+    const __m256i b = _mm256_set1_epi32(a);
+    low = _mm256_dpbusd_avx_epi32(low, w.a, b);
+    high = _mm256_dpbusd_avx_epi32(high, w.b, b);
+  }
+  Vi finish() const { return {low, high}; }
+};
+#else
 // maddubs adds two products in 16 bits. Largest pair: 15*127*2 = 3810 for 4 bits, 7874 for 5, 16002 for 6, so 8, 4 and
 // 2 steps fit into int16. Eight bits (w = 128 + signed weight) go through |w - 128| and the sign moved to a: at most
 // 32512.
@@ -276,8 +300,9 @@ struct Dot {
   // Compilers would regroup the sums, keep all the products until the end and spill them.
   static void keep(__m256i& x, __m256i& y) { asm("" : "+x"(x), "+x"(y)); }
 };
+#endif
 
-#else
+#elif !defined(PF_DOTPROD)
 
 // Four vectors of 16 bytes in the compilers' own notation: SSE2, NEON or whatever the machine has.
 using F4 = float __attribute__((vector_size(16)));
@@ -427,6 +452,7 @@ inline Vf first(Vf a, int n, Vf rest) {
 }
 
 inline Vb loadb(const uint8_t* p) { return load_parts<Vb>(p); }
+inline void touch(Vb& a) { asm volatile("" : "+m"(a)); }
 inline Vb and_bytes(Vb a, uint8_t mask) {
   PF_PARTS a.v[i] &= static_cast<uint16_t>(mask * 0x101u);
   return a;

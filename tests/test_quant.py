@@ -184,4 +184,3 @@ def test_a_released_tensor_is_read_again_from_its_file(tmp_path: Path) -> None:
     owned = Tensor("F32", (4,), raw[:16].copy())
     owned.release()
     assert owned.data.tobytes() == raw[:16].tobytes()
-

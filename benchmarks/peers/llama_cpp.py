@@ -34,8 +34,9 @@ def peer_directory(given: str | None) -> Path:
     return directory
 
 
-def lines(command: list[str]) -> list[dict[str, Any]]:
+def lines(program: list[str], options: dict[str, object]) -> list[dict[str, Any]]:
     """The JSON objects that a command prints, one a line."""
+    command = [*program, *(str(part) for option in options.items() for part in option)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{command[0]} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
@@ -46,24 +47,28 @@ def llama_cpp(directory: Path, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of a pass by rows, and of the prompt."""
     counts = args.rows.split(",")
     most = max(map(int, counts))
+    common = {"-m": args.model, "-t": args.threads}
     rows = lines(
-        [str(directory / "llama-batched-bench"), "-m", args.model, "-t", str(args.threads), "-pps"]
-        + ["-npp", str(CONTEXT), "-ntg", str(PASSES), "-npl", args.rows, "-c", str(CONTEXT + most * (PASSES + CONTEXT))]
-        + ["--output-format", "jsonl"]
+        [str(directory / "llama-batched-bench"), "-pps"],
+        {
+            **common,
+            "-npp": CONTEXT,
+            "-ntg": PASSES,
+            "-npl": args.rows,
+            "-c": CONTEXT + most * (PASSES + CONTEXT),
+            "--output-format": "jsonl",
+        },
     )
     found = {str(row["pl"]): 1e3 * row["t_tg"] / PASSES for row in rows}
-    prompt = lines(
-        [str(directory / "llama-bench"), "-m", args.model, "-t", str(args.threads), "-p", str(args.prefill), "-n", "0"]
-        + ["-r", "2", "-o", "jsonl"]
-    )
+    prompt = lines([str(directory / "llama-bench")], {**common, "-p": args.prefill, "-n": 0, "-r": 2, "-o": "jsonl"})
     return {**{count: found[count] for count in counts}, "prefill": prompt[0]["avg_ns"] * 1e-6}
 
 
 def pilotfish(args: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """The same, and all that `bench curve` says."""
     report = lines(
-        [sys.executable, "-m", "pilotfish", "bench", "curve", args.model, "--threads", str(args.threads)]
-        + ["--rows", args.rows, "--context", str(CONTEXT), "--prefill", str(args.prefill), "--json"]
+        [sys.executable, "-m", "pilotfish", "bench", "curve", args.model, "--json"],
+        {"--threads": args.threads, "--rows": args.rows, "--context": CONTEXT, "--prefill": args.prefill},
     )[0]
     times = {str(count): ms for count, ms in zip(report["rows"], report["median_ms"], strict=True)}
     return {**times, "prefill": report["prefill"]["median_ms"]}, report

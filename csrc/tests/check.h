@@ -23,16 +23,20 @@ extern const Kernels kernels;
 }
 #endif
 
-// All paths this machine runs, and the AVX-512 one out of AVX2 instructions where it has those.
-inline std::vector<const Kernels*> tested_paths() {
-  std::vector<const Kernels*> tested;
-  int count;
-  const Path* all = paths(&count);
-  for (int i = 0; i < count; ++i)
-    if (all[i].runs) tested.push_back(all[i].kernels);
+// All paths this machine runs, and the AVX-512 one out of AVX2 instructions where it has those. Prints their names.
+inline const std::vector<const Kernels*>& tested_paths() {
+  static const std::vector<const Kernels*> tested = [] {
+    std::vector<const Kernels*> found;
+    int count;
+    const Path* all = paths(&count);
+    for (int i = 0; i < count; ++i)
+      if (all[i].runs) found.push_back(all[i].kernels);
 #if defined(__x86_64__)
-  if (tested.size() > 1) tested.push_back(&avx512_emulated::kernels);
+    if (found.size() > 1) found.push_back(&avx512_emulated::kernels);
 #endif
+    for (const Kernels* kernels : found) std::printf("path: %s\n", kernels->path);
+    return found;
+  }();
   return tested;
 }
 

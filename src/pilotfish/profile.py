@@ -62,9 +62,9 @@ def costs(
 
 def table(found: Sequence[Cost], what: str, limit_gb_per_s: float, limit_gmac_per_s: float) -> Table:
     """For people: where the passes `what` (a row count or a word) spend their time."""
-    total_ms = sum(cost.ms for cost in found)
+    total_ms, barriers = sum(cost.ms for cost in found), sum(cost.barriers for cost in found)
     result = Table(
-        title=f"{f'{what} row(s)' if what.isdigit() else what}: {total_ms:.2f} ms, {sum(cost.barriers for cost in found)} barriers",
+        title=f"{f'{what} row(s)' if what.isdigit() else what}: {total_ms:.2f} ms, {barriers} barriers",
         caption=f"The limits: {limit_gb_per_s:.1f} GB/s, and {limit_gmac_per_s:.0f} GMAC/s of 4-bit integers.",
     )
     for heading in ("stage", "times", "ms", "share", "barriers", "GB/s", "GMAC/s"):

@@ -40,9 +40,10 @@ PATH_VARIABLE = "PILOTFISH_PATH"
 class NativeBackend:
     """Interprets programs with the kernels of one instruction-set path.
 
-    `threads` is the number of threads that compute, by default all cores this process may use. `path` is avx512, avx2
-    or portable, by default what the environment variable PILOTFISH_PATH says, else the best this machine runs. All
-    paths and numbers of threads give the same bits. A process forked from the one that made the backend can not use it.
+    `threads` is the number of threads that compute, by default all cores this process may use. `path` is avx512,
+    avxvnni, avx2, dotprod (aarch64) or portable, by default what the environment variable PILOTFISH_PATH says, else the
+    best this machine runs. All paths and numbers of threads give the same bits. A process forked from the one that made
+    the backend can not use it.
     """
 
     name = "native"
