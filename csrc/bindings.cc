@@ -10,6 +10,7 @@
 #include "interpreter.h"
 #include "kv.h"
 #include "pack.h"
+#include "paths.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -35,14 +36,6 @@ std::vector<float> copied(const Floats& array) { return {array.data(), array.dat
 // Takes None too.
 std::vector<float> copied(nb::handle array) {
   return array.is_none() ? std::vector<float>() : copied(nb::cast<Floats>(array, false));
-}
-
-const Kernels& find_kernels(const std::string& path) {
-  int count = 0;
-  const Path* all = paths(&count);
-  for (int i = 0; i < count; ++i)
-    if (all[i].runs && path == all[i].kernels->path) return *all[i].kernels;
-  throw std::invalid_argument("this machine cannot run the path " + path);
 }
 
 void forward(Executable& executable, Ints tokens, Ints positions, Ints slots, Ints prefix_lens, Ints path_starts,
@@ -103,7 +96,7 @@ void bind_executable(nb::module_& m) {
                  "the tables of angles are not [context, head_dim / 2]");
             const int context = static_cast<int>(cos.shape(0));
             const Shape shape{heads, kv_heads, head_dim, layers, vocab, context, cos.data(), sin.data()};
-            new (self) Executable(find_kernels(path), pool, shape, widths);
+            new (self) Executable(kernels_of(path), pool, shape, widths);
           },
           "path"_a, "pool"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "layers"_a, "vocab"_a, "cos"_a.noconvert(),
           "sin"_a.noconvert(), "widths"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
@@ -214,7 +207,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("threads", &Pool::threads)
       .def("read_gb_per_s", &read_gb_per_s, nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "gmac_per_s", [](Pool& self, const std::string& path) { return gmac_per_s(self, find_kernels(path)); },
+          "gmac_per_s", [](Pool& self, const std::string& path) { return gmac_per_s(self, kernels_of(path)); },
           "path"_a, nb::call_guard<nb::gil_scoped_release>());
   bind_kv(m);
   bind_executable(m);

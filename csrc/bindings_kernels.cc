@@ -16,6 +16,7 @@
 
 #include "kernels.h"
 #include "pack.h"
+#include "paths.h"
 
 namespace nb = nanobind;
 using namespace pilotfish;
@@ -35,20 +36,9 @@ Result<T> to_numpy(std::vector<T>&& values, std::initializer_list<size_t> shape)
   return Result<T>(owned->data(), shape, owner);
 }
 
-const Kernels& kernels_of(const std::string& path) {
-  int count;
-  const Path* all = paths(&count);
-  for (int i = 0; i < count; ++i)
-    if (all[i].runs && path == all[i].kernels->path) return *all[i].kernels;
-  throw std::invalid_argument("this machine has no kernel path " + path);
-}
-
 std::vector<std::string> path_names() {
-  int count;
-  const Path* all = paths(&count);
   std::vector<std::string> names;
-  for (int i = 0; i < count; ++i)
-    if (all[i].runs) names.emplace_back(all[i].kernels->path);
+  for (const Kernels* kernels : paths()) names.emplace_back(kernels->path);
   return names;
 }
 

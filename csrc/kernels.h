@@ -161,11 +161,4 @@ struct Kernels {
   int (*sample)(const float* logits, int n, const Sampling& rule);
 };
 
-// The paths this binary holds, best first; `runs` tells whether this machine can run it.
-struct Path {
-  const Kernels* kernels;
-  bool runs;
-};
-const Path* paths(int* count);
-
 }  // namespace pilotfish

@@ -1,5 +1,6 @@
-// Which paths are built, and which of them this machine can run.
-#include "kernels.h"
+#include "paths.h"
+
+#include <stdexcept>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -47,19 +48,26 @@ static bool has_avxvnni() {
 }
 #endif
 
-const Path* paths(int* count) {
-  static const Path all[] = {
+const std::vector<const Kernels*>& paths() {
+  static const std::vector<const Kernels*> all = [] {
+    std::vector<const Kernels*> found;
 #if defined(__x86_64__)
-      {&avx512::kernels, has_avx512()},
-      {&avxvnni::kernels, has_avxvnni()},
-      {&avx2::kernels, has_avx2()},
+    if (has_avx512()) found.push_back(&avx512::kernels);
+    if (has_avxvnni()) found.push_back(&avxvnni::kernels);
+    if (has_avx2()) found.push_back(&avx2::kernels);
 #elif defined(PF_AARCH64)
-      {&dotprod::kernels, (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0},
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back(&dotprod::kernels);
 #endif
-      {&portable::kernels, true},
-  };
-  *count = sizeof all / sizeof all[0];
+    found.push_back(&portable::kernels);
+    return found;
+  }();
   return all;
+}
+
+const Kernels& kernels_of(const std::string& path) {
+  for (const Kernels* kernels : paths())
+    if (path == kernels->path) return *kernels;
+  throw std::invalid_argument("this machine does not run the path " + path);
 }
 
 }  // namespace pilotfish

@@ -70,7 +70,8 @@ def test_sampling_is_repeatable(smollm2_path: Path) -> None:
 def test_bench_json(smollm2_path: Path, tmp_path: Path) -> None:
     curve = _json("bench", "curve", smollm2_path, "--rows", "1,3", "--repeat", "1")
     assert curve["rows"] == [1, 3] and len(curve["median_ms"]) == 2 and curve["ratio"][0] == 1
-    assert curve["gb_per_s"] > 0 and curve["limit_gb_per_s"] > 0
+    assert curve["gb_per_s"] > 0 and curve["limit_gb_per_s"] > 0 and curve["limit_gmac_per_s"] > 0
+    assert curve["context"] == 128 and "prefill" not in curve and "profile" not in curve
     workload = tmp_path / "prompts.jsonl"
     workload.write_text('{"class": "count", "prompt": "Count from 1 to 20."}\n')
     arguments = ("bench", "decode", smollm2_path, "--prompts", workload, "--max-tokens", "12")
@@ -78,6 +79,24 @@ def test_bench_json(smollm2_path: Path, tmp_path: Path) -> None:
     assert set(settings) == {"off", "ngram"}
     row = settings["ngram"]["count"]
     assert row["equal"] is True and row["acceptance_length"] >= 1 and row["over_off"] > 0
+
+
+def test_bench_curve_shows_where_the_time_goes(smollm2_path: Path) -> None:
+    options = ("--rows", "2", "--repeat", "1", "--context", "300", "--prefill", "40", "--profile")
+    curve = _json("bench", "curve", smollm2_path, *options)
+    assert curve["context"] == 300
+    assert curve["prefill"]["tokens"] == 40 and curve["prefill"]["tokens_per_second"] > 0
+    assert set(curve["profile"]) == {"2", "prefill"}
+    stages = {stage["kind"]: stage for stage in curve["profile"]["2"]}
+    assert {"head", "attention", "normed to qkv + rope, KV", "normed to gate_up + gate"} <= set(stages)
+    # 30 layers of 3 x 1536 x 576; 3 heads of keys and values of 64 halves for 302 positions; 9 heads of queries.
+    assert stages["normed to gate_up + gate"]["macs"] == 2 * 30 * 2 * 1536 * 576
+    assert stages["attention"]["bytes"] == 30 * 302 * 3 * 64 * 2 * 2
+    assert stages["attention"]["macs"] == 30 * (301 + 302) * 9 * 64 * 2
+    assert stages["head"]["macs"] == 2 * 49152 * 576
+    assert all(stage["ms"] > 0 and stage["barriers"] >= stage["stages"] for stage in stages.values())
+    shown = _run("bench", "curve", smollm2_path, *options)
+    assert shown.returncode == 0 and "barriers" in shown.stdout and "prefill: " in shown.stdout
 
 
 def test_help_names_the_commands() -> None:
@@ -115,6 +134,8 @@ MODEL = object()  # stands for the real model's path
         (("frobnicate",), "frobnicate"),
         (("bench", "curve", MODEL, "--rows", "1,x"), "--rows"),
         (("bench", "curve", MODEL, "--rows", "0"), "--rows"),
+        (("bench", "curve", MODEL, "--context", "8192"), "8192"),
+        (("bench", "curve", MODEL, "--prefill", "8193"), "8193"),
         (("bench", "decode", MODEL, "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )

@@ -5,27 +5,20 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "../pack.h"
+#include "../paths.h"
 
 using namespace pilotfish;
 
 extern "C" __attribute__((noinline)) void measured(const std::function<void()>& work) { work(); }
 
 namespace {
-
-const Kernels* find(const std::string& path) {
-  int count = 0;
-  const Path* all = paths(&count);
-  for (int i = 0; i < count; ++i)
-    if (all[i].runs && path == all[i].kernels->path) return all[i].kernels;
-  return nullptr;
-}
 
 void report(const char* path, const char* what, int rows, double macs, double bytes, int repeat,
             const std::function<void()>& work) {
@@ -88,19 +81,17 @@ void bench_attend(const Kernels& kernels, int head_dim, int rows, int heads, int
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  const Kernels* kernels = argc > 2 ? find(argv[1]) : nullptr;
+int main(int argc, char** argv) try {
   const std::string what = argc > 2 ? argv[2] : "";
-  auto number = [&](int i) { return std::atoi(argv[i]); };
-  if (kernels && what == "linear" && argc == 8) {
-    bench_linear(*kernels, argv[3], number(4), number(5), number(6), number(7));
-  } else if (kernels && what == "attend" && argc == 7) {
-    bench_attend(*kernels, number(3), number(4), number(5), number(6));
-  } else {
-    std::fprintf(stderr,
-                 "usage: kernel_bench PATH linear KIND ROWS OUTPUTS INPUTS REPEAT\n"
-                 "       kernel_bench PATH attend HEAD_DIM ROWS HEADS REPEAT\n"
-                 "with a path that this machine runs\n");
-    return 2;
-  }
+  auto number = [&](int i) { return std::stoi(argv[i]); };
+  if (what == "linear" && argc == 8)
+    bench_linear(kernels_of(argv[1]), argv[3], number(4), number(5), number(6), number(7));
+  else if (what == "attend" && argc == 7)
+    bench_attend(kernels_of(argv[1]), number(3), number(4), number(5), number(6));
+  else
+    throw std::invalid_argument("usage: kernel_bench PATH linear KIND ROWS OUTPUTS INPUTS REPEAT, or attend ...");
+  return 0;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "kernel_bench: %s\n", error.what());
+  return 2;
 }

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "../kernels.h"
+#include "../paths.h"
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
@@ -26,11 +26,7 @@ extern const Kernels kernels;
 // All paths this machine runs, and the AVX-512 one out of AVX2 instructions where it has those. Prints their names.
 inline const std::vector<const Kernels*>& tested_paths() {
   static const std::vector<const Kernels*> tested = [] {
-    std::vector<const Kernels*> found;
-    int count;
-    const Path* all = paths(&count);
-    for (int i = 0; i < count; ++i)
-      if (all[i].runs) found.push_back(all[i].kernels);
+    std::vector<const Kernels*> found = paths();
 #if defined(__x86_64__)
     if (found.size() > 1) found.push_back(&avx512_emulated::kernels);
 #endif

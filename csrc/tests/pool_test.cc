@@ -22,14 +22,21 @@ void test_phases(Pool& pool, std::mt19937& random, int runs) {
   for (int run = 0; run < runs; ++run) {
     const int items = static_cast<int>(random() % 40), phases = static_cast<int>(random() % 50);
     std::vector<int> cells[2] = {std::vector<int>(items, 0), std::vector<int>(items, -1)};
-    std::vector<char> in_one(phases);
-    for (char& alone : in_one) alone = random() % 3 == 0;
+    std::vector<int> kinds(phases);
+    for (int& kind : kinds) kind = static_cast<int>(random() % 3);
+    int tails = 0, expected_tails = 0;
+    for (const int kind : kinds) expected_tails += kind == 1 && items > 0;
     pool.run([&](Pool::Member& member) {
       for (int phase = 0; phase < phases; ++phase) {
         const std::vector<int>& from = cells[phase % 2];
         std::vector<int>& to = cells[1 - phase % 2];
         auto move = [&](int item) { to[item] = from[(item + 1) % items] + 1; };
-        if (in_one[phase]) {
+        if (kinds[phase] == 1) {
+          member.phase(items, move, [&] {  // when all are done, before the next phase
+            ++tails;
+            for (const int cell : to) CHECK(cell == phase + 1);
+          });
+        } else if (kinds[phase] == 2) {
           member.phase(1, [&](int) {
             for (int item = 0; item < items; ++item) move(item);
           });
@@ -39,6 +46,7 @@ void test_phases(Pool& pool, std::mt19937& random, int runs) {
       }
     });
     for (const int cell : cells[phases % 2]) CHECK(cell == phases);
+    CHECK(tails == expected_tails);
     // Long enough for the workers to fall asleep, now and then.
     if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
