@@ -29,7 +29,7 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h csrc/bench/*.cc csrc/tests/*.cc csrc/tests/*.h
 
 # The Debian packages g++-aarch64-linux-gnu and qemu-user turn on the tests of the aarch64 kernels.
 test: check

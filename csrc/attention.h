@@ -258,7 +258,7 @@ inline void weigh_values(const Chunk& chunk, const Pair* pairs, int count) {
       if (pairs[p].in_place < shared) shared = pairs[p].in_place;
     const uint16_t* rows[kChunk / kBlockSlots];
     for (int i = 0; i < tiles(shared); ++i) rows[i] = chunk.values(chunk.first + i * kBlockSlots);
-    add_values(chunk, pairs + g, last - g, rows, 0, shared, g == 0 && chunk.first + kChunk < chunk.end);
+    if (shared > 0) add_values(chunk, pairs + g, last - g, rows, 0, shared, g == 0 && chunk.first + kChunk < chunk.end);
     for (int p = g, end; p < last; p = end) {
       end = row_end(pairs, last, p);
       for (int i = shared; i < pairs[p].seen; ++i) {

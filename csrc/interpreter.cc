@@ -1,6 +1,7 @@
 #include "interpreter.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -107,9 +108,9 @@ Stage& Executable::begin_stage() {
 // A linear reads x: it must be there as integers if its weight is. Nobody has made them when a linear wrote it.
 void Executable::read(int x, const Weight& weight) {
   Buffer& buffer = buffers_[x];
-  if (!is_integer(weight) || (buffer.integers && !buffer.from_linear)) return;
+  if (!is_integer(weight) || (buffer.integers && !buffer.unfinished)) return;
   buffer.integers = true;
-  if (!buffer.from_linear) return;
+  if (!buffer.unfinished) return;
   add_row(Quantize{x}, x, x, buffer.wanted_only);
   --ops_;
   stages_.back().ops.pop_back();
@@ -146,7 +147,7 @@ void Executable::add_row(RowOp op, int x, int out, bool wanted_only) {
   stage.wanted_only = wanted_only;
   stage.width += buffers_[x].width;
   buffers_[out].wanted_only = wanted_only;
-  buffers_[out].from_linear = false;
+  buffers_[out].unfinished = false;
 }
 
 void Executable::add(Embed op) { add_row(op, op.out, op.out, false); }
@@ -158,16 +159,16 @@ void Executable::add(Gather op) { add_row(op, op.x, op.out, true); }
 void Executable::add(Tap op) {
   op.index = static_cast<int>(tap_widths_.size());
   tap_widths_.push_back(buffers_[op.x].width);
-  const bool from_linear = buffers_[op.x].from_linear;
+  const bool unfinished = buffers_[op.x].unfinished;
   add_row(op, op.x, op.x, buffers_[op.x].wanted_only);
-  buffers_[op.x].from_linear = from_linear;
+  buffers_[op.x].unfinished = unfinished;
 }
 
 void Executable::add(Linear op) {
   for (const Part& part : op.parts) read(op.x, *part.weight);
   op.shares = share(op.parts, kPair, false);
   buffers_[op.out].wanted_only = buffers_[op.x].wanted_only;
-  buffers_[op.out].from_linear = true;
+  buffers_[op.out].unfinished = true;
   begin_stage().wide = std::move(op);
 }
 
@@ -193,7 +194,7 @@ void Executable::add(RopeKv op) {
   }
   const int qkv = op.qkv;
   add_row(std::move(op), qkv, qkv, false);
-  buffers_[qkv].from_linear = true;
+  buffers_[qkv].unfinished = true;
 }
 
 // Whoever computes columns of both halves also joins them: whole groups, so that they can be quantised.
@@ -207,14 +208,16 @@ void Executable::add(Gated op) {
     stages_.back().ops.push_back(ops_++);
     stages_.back().columns = op;
     buffers_[op.out].wanted_only = buffers_[op.x].wanted_only;
-    buffers_[op.out].from_linear = false;
+    buffers_[op.out].unfinished = false;
     return;
   }
   add_row(op, op.x, op.out, buffers_[op.x].wanted_only);
 }
 
 void Executable::add(Attention op) {
-  buffers_[op.out].wanted_only = buffers_[op.out].from_linear = false;
+  buffers_[op.out].wanted_only = false;
+  // Each KV head's columns are quantised on their own, where they are whole groups.
+  buffers_[op.out].unfinished = shape_.heads / shape_.kv_heads * shape_.head_dim % kGroup != 0;
   begin_stage().wide = op;
 }
 
@@ -269,7 +272,6 @@ void Executable::reserve(const Batch& batch, bool logits) {
 
 void Executable::plan_attention(const Batch& batch) {
   requests_.resize(batch.rows);
-  spans_of_rows_.resize(batch.rows);
   spans_.clear();
   tasks_.clear();
   waves_.clear();
@@ -281,9 +283,7 @@ void Executable::plan_attention(const Batch& batch) {
     if (first_span == spans) return;
     const int task0 = static_cast<int>(tasks_.size());
     plan_tasks(first_span, spans);
-    int chunks = 0;
-    for (int span = first_span; span < spans; ++span) chunks = std::max(chunks, spans_[span].chunks);
-    waves_.push_back({spans_[first_span].row0, end_row, task0, static_cast<int>(tasks_.size()), chunks});
+    waves_.push_back({spans_[first_span].row0, end_row, task0, static_cast<int>(tasks_.size())});
     most = std::max(most, floats);
     floats = 0;
     first_span = spans;
@@ -298,13 +298,14 @@ void Executable::plan_attention(const Batch& batch) {
       if (floats + needed > kPartFloats) end_wave(row);
       for (int i = row; i < next; ++i) {
         requests_[i] = request;
-        spans_of_rows_[i] = static_cast<int>(spans_.size());
       }
       spans_.push_back({request, row, next, chunks, floats, (next - row) * row_floats});
       floats += needed;
     }
   }
   end_wave(batch.rows);
+  chunks_left_.clear();
+  for (const Span& span : spans_) chunks_left_.insert(chunks_left_.end(), shape_.kv_heads, span.chunks);
   parts_.reserve(most);
 }
 
@@ -445,25 +446,28 @@ void Executable::run_attention(const Stage& stage, const Attention& op, Pool::Me
                                   batch_->prefix_lens, batch_->path_starts,
                                   batch_->path_slots,  batch_->block_tables + span.request * batch_->table_blocks};
       float* part = parts_.data() + span.part + span.chunk_floats * task.chunk;
-      kernels_.attend(rows, kv, span.row0, span.row1, index / tasks, task.chunk, scale, part, part_stride_, scratch);
+      const int kv_head = index / tasks;
+      kernels_.attend(rows, kv, span.row0, span.row1, kv_head, task.chunk, scale, part, part_stride_, scratch);
+      // Whoever does the last chunk has most of the others in its cache, too.
+      int& left = chunks_left_[task.span * shape_.kv_heads + kv_head];
+      if (std::atomic_ref<int>(left).fetch_sub(1) > 1) return;
+      left = span.chunks;  // for the next layer
+      for (int row = span.row0; row < span.row1; ++row) combine(op, span, row, kv_head);
     };
-    const size_t width = stage.width + static_cast<size_t>(wave.chunks) * buffers_[op.out].width;
-    run(member, tasks * shape_.kv_heads, item, wave.row0, wave.row1, width, [&](int row) {
-      combine(op, row);
-      run_rows(stage, row);
-    });
+    run(member, tasks * shape_.kv_heads, item, wave.row0, wave.row1, stage.width,
+        [&](int row) { run_rows(stage, row); });
   }
 }
 
-void Executable::combine(const Attention& op, int row) {
+void Executable::combine(const Attention& op, const Span& span, int row, int kv_head) {
   const Buffer& out = buffers_[op.out];
-  const Span& span = spans_[spans_of_rows_[row]];
-  for (int head = 0; head < shape_.heads; ++head) {
+  const int group = shape_.heads / shape_.kv_heads, width = group * shape_.head_dim;
+  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     const size_t part = (static_cast<size_t>(row - span.row0) * shape_.heads + head) * part_stride_;
     kernels_.combine(parts_.data() + span.part + part, span.chunk_floats, batch_->positions[row] / kChunk + 1,
                      shape_.head_dim, out.row(row) + head * shape_.head_dim);
   }
-  quantize(out, row, 0, out.width);
+  if (width % kGroup == 0) quantize(out, row, kv_head * width, width);
 }
 
 void Executable::run_row(const Embed& op, int row) {

@@ -166,7 +166,7 @@ class Executable {
   struct Buffer {
     int width;
     bool integers = false;     // some linear reads it as integers, so whoever writes a row quantises it
-    bool from_linear = false;  // the last to write it was a linear, which leaves no whole rows behind
+    bool unfinished = false;   // the last to write it left no whole rows or groups behind, as a linear does
     bool wanted_only = false;  // holds the rows of the head only
     Scratch<float> x;          // [rows, width]
     Scratch<Group> groups;     // [tiles, width / 32, tile]
@@ -187,7 +187,7 @@ class Executable {
   };
   // Spans whose parts are in memory at the same time.
   struct Wave {
-    int row0, row1, task0, task1, chunks;
+    int row0, row1, task0, task1;
   };
 
   void reserve(const Batch& batch, bool logits);
@@ -214,7 +214,7 @@ class Executable {
   void run_attention(const Stage& stage, const Attention& op, Pool::Member& member);
   void run_share(const Stage& stage, const Linear& op, int index, int thread);
   void run_share(const Stage& stage, const Head& op, int index, int thread);
-  void combine(const Attention& op, int row);
+  void combine(const Attention& op, const Span& span, int row, int kv_head);
 
   void run_row(const Embed& op, int row);
   void run_row(const Norm& op, int row);
@@ -242,10 +242,10 @@ class Executable {
   Kv* kv_ = nullptr;
   const Output* output_ = nullptr;
   std::vector<int> requests_;  // of each row
-  std::vector<int> spans_of_rows_;
   std::vector<Span> spans_;
   std::vector<Task> tasks_;
   std::vector<Wave> waves_;
+  std::vector<int> chunks_left_;  // [spans, kv heads]
   Scratch<float> parts_;
   Scratch<float> scores_;      // [threads, attend_scratch_]
   Scratch<float> sums_;        // [threads, linear_scratch(rows)]

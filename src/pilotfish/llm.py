@@ -88,6 +88,8 @@ class LLM:
         self.note = loaded.note
         self.max_num_seqs = max_num_seqs
         self.tokenizer = Tokenizer.load(loaded.tokenizer)
+        tensors = loaded.tensors
+        del loaded  # the vocabulary's strings leave memory before the weights come
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise InputError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model only {self.config.vocab_size}; "
@@ -99,7 +101,7 @@ class LLM:
         )
         # One full context always fits, and a tree for every request; several requests share what there is.
         num_blocks = -(-program.context_length // BLOCK_SIZE) + max_num_seqs * -(-MAX_DRAFT_TOKENS // BLOCK_SIZE)
-        self.weights = interpreter.load(loaded.tensors)
+        self.weights = interpreter.load(tensors)
         self.target = Target(
             program=program,
             executable=interpreter.prepare(program, self.weights),
@@ -109,7 +111,7 @@ class LLM:
         )
         self.backend_description = interpreter.description
         self.weight_bytes = sum(
-            tensor.nbytes for name, tensor in loaded.tensors.items() if name != "embed" or self.config.tied_embeddings
+            tensor.nbytes for name, tensor in tensors.items() if name != "embed" or self.config.tied_embeddings
         )
         self.load_ms = now_ms() - started
 
