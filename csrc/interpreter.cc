@@ -16,6 +16,7 @@ namespace {
 
 constexpr size_t kShareBytes = 128 << 10;  // of weights: long enough a stream, small against the caches
 constexpr int kSharesPerThread = 4;        // at least, so that small matrices divide evenly too
+constexpr size_t kFetchBytes = 256 << 10;  // of input rows, which a near cache holds beside the weights
 constexpr int kPair = 2;                   // panels that kernels compute together, if they can
 constexpr int kSpanRows = 16;              // rows of a request that attend together
 constexpr size_t kSmallWork = 8 << 10;     // numbers in rows that are done sooner than another thread would have come
@@ -393,9 +394,19 @@ const uint8_t* Executable::weights_after(const Stage& stage, int index, int thre
   return nullptr;
 }
 
+// Asks for all rows at once: half of them lie in another core's cache, which may be far.
+void Executable::fetch(const Buffer& x) const {
+  const size_t count = rows(x);
+  const auto* first =
+      x.integers ? reinterpret_cast<const char*>(x.groups.data()) : reinterpret_cast<const char*>(x.row(0));
+  const size_t bytes = x.integers ? count * (x.width / kGroup) * sizeof(Group) : count * x.width * sizeof(float);
+  for (size_t i = 0; i < std::min(bytes, kFetchBytes); i += 64) __builtin_prefetch(first + i);
+}
+
 void Executable::run_share(const Stage& stage, const Linear& op, int index, int thread) {
   const Share& share = op.shares[index];
   const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
+  if (index == pool_.first_item(static_cast<int>(op.shares.size()), thread)) fetch(x);
   const int count = rows(x);
   const size_t part0 = op.together ? 0 : share.part, part1 = op.together ? op.parts.size() : share.part + 1;
   for (size_t i = part0; i < part1; ++i) {

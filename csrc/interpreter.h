@@ -204,6 +204,7 @@ class Executable {
                 int stride, bool add, const uint8_t* next, int thread) const;
   const uint8_t* weights_of(const Stage& stage, int index, int part) const;
   const uint8_t* weights_after(const Stage& stage, int index, int thread) const;
+  void fetch(const Buffer& x) const;
   void choose() const;
 
   void run(const Stage& stage, Pool::Member& member);

@@ -13,18 +13,18 @@
 
 namespace pilotfish::PF_PATH {
 
-// The most rows in a tile, and panels, bounded by the registers, and how many sums of `dots` they hold. More rows are
-// split evenly into tiles.
+// The most rows in a tile, of integers and of floats, and panels, bounded by the registers; and how many sums of `dots`
+// they hold. More rows are split evenly into tiles.
 #if defined(PF_TILE_ROWS)
-constexpr int kTileRows = PF_TILE_ROWS, kTilePanels = 2, kIndependentDots = 2;
+constexpr int kTileRows = PF_TILE_ROWS, kFloatRows = PF_TILE_ROWS, kTilePanels = 2, kIndependentDots = 2;
 #elif defined(PF_AVX512)
-constexpr int kTileRows = 6, kTilePanels = 2, kIndependentDots = 12;
+constexpr int kTileRows = 6, kFloatRows = 12, kTilePanels = 2, kIndependentDots = 12;
 #elif defined(PF_AVX2)  // with AVX-VNNI, too: 4 and 5 rows were slower but for Q6_K, 7 no faster, 8 much slower
-constexpr int kTileRows = 6, kTilePanels = 1, kIndependentDots = sizeof(Dot<4>) > 64 ? 2 : 5;
+constexpr int kTileRows = 6, kFloatRows = 6, kTilePanels = 1, kIndependentDots = sizeof(Dot<4>) > 64 ? 2 : 5;
 #elif defined(PF_DOTPROD)
-constexpr int kTileRows = 3, kTilePanels = 1, kIndependentDots = 6;
+constexpr int kTileRows = 3, kFloatRows = 3, kTilePanels = 1, kIndependentDots = 6;
 #else
-constexpr int kTileRows = 2, kTilePanels = 1, kIndependentDots = 2;
+constexpr int kTileRows = 2, kFloatRows = 2, kTilePanels = 1, kIndependentDots = 2;
 #endif
 
 constexpr int kFloatStep = 8;       // k between two looks ahead
@@ -236,7 +236,11 @@ void linear_panels(const Weight& weight, const Rows& rows, int row0, int row1, i
   constexpr int kUnit = S == Scales::kSuperMin || S == Scales::kSuper16 ? kSuper : is_float(V) ? 1 : kGroup;
   constexpr int kStep = is_float(V) ? kFloatStep : kGroup;
   const uint8_t* data = weight.data + panel * weight.panel_bytes;
-  const int units = weight.inputs / kUnit, tiles = (row1 - 1) / rows.tile - row0 / rows.tile + 1;
+  constexpr int kMost = is_float(V) ? kFloatRows : kTileRows;
+  const int count = row1 - row0, splits = (count + kMost - 1) / kMost;
+  const int size = is_float(V) ? (count + splits - 1) / splits : rows.tile;
+  const int first = is_float(V) ? row0 : row0 / size * size;  // where the first tile begins
+  const int units = weight.inputs / kUnit, tiles = (row1 - first + size - 1) / size;
   // One tile reads the panels from end to end. More of them share pieces that stay in a near cache.
   const int pieces = tiles == 1 ? 1 : (weight.inputs + kPieceInputs - 1) / kPieceInputs;
   memset(sums, 0, linear_scratch(row1 - row0) * sizeof(float) / 2 * P);
@@ -250,9 +254,9 @@ void linear_panels(const Weight& weight, const Rows& rows, int row0, int row1, i
     const uint8_t* fetch = next ? next + unit0 * unit_bytes : nullptr;
     if (fetch) piece.ahead = static_cast<int>(bytes / (steps * tiles)) + 1;
     for (int row = row0, end; row < row1; row = end, fetch += steps * piece.ahead) {
-      end = (row / rows.tile + 1) * rows.tile;
+      end = first + ((row - first) / size + 1) * size;
       if (end > row1) end = row1;
-      tile<V, S, P, kTileRows>(end - row, piece, fetch, rows, weight.inputs, row, sums + (row - row0) * P * kPanel);
+      tile<V, S, P, kMost>(end - row, piece, fetch, rows, weight.inputs, row, sums + (row - row0) * P * kPanel);
     }
   }
   for (int row = row0; row < row1; ++row) {
