@@ -64,10 +64,11 @@ def curve(
     counts = _row_counts(rows)
     llm = LLM(model, threads=threads, weights=weights)
     batches = _curve_batches(llm, counts, context)
+    limit_before = read_gb_per_s(threads)  # virtual machines move, and their memory with them
     times = _measure_curve(llm, batches, repeat)
     medians = [median(times[count]) for count in counts]
     gb = llm.weight_bytes / 1e9
-    limit_gb_per_s, limit_gmac_per_s = read_gb_per_s(threads), gmac_per_s(threads)
+    limit_gb_per_s, limit_gmac_per_s = max(limit_before, read_gb_per_s(threads)), gmac_per_s(threads)
     if prefill:
         batches["prefill"] = _prompt(llm, prefill)
         prefill_ms = median(_measure_curve(llm, {"prefill": batches["prefill"]}, min(repeat, 3))["prefill"])
