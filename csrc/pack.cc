@@ -229,7 +229,7 @@ struct Piece {
 };
 
 std::shared_ptr<uint8_t> allocate(size_t bytes) {
-  constexpr size_t kLeast = 16 * Piece::kLargePage, kAlignment = 64;
+  constexpr size_t kLeast = 128 * Piece::kLargePage, kAlignment = 64;  // what is not used is never touched
   static std::mutex mutex;
   static std::weak_ptr<Piece> last;
   const std::lock_guard<std::mutex> lock(mutex);
