@@ -124,6 +124,7 @@ MODEL = object()  # stands for the real model's path
         (("generate", MODEL, "--prompt", "x", "--top-p", "0"), "top_p is 0"),
         (("generate", MODEL, "--prompt", "x", "--max-tokens", "0"), "max_tokens is 0"),
         (("generate", MODEL, "--prompt", "x", "--threads", "0"), "threads"),
+        (("generate", MODEL, "--prompt", "x", "--threads", "100000"), "cores"),
         (("generate", MODEL, "--prompt", "x", "--context", "0"), "context"),
         (("generate", MODEL, "--prompt", "x", "--context", "999999"), "context"),
         (("generate", MODEL, "--prompt", "x y z " * 40, "--context", "16"), "the context of 16"),

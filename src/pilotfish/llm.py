@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pilotfish.backends.native import NativeBackend
+from pilotfish.backends.native import NativeBackend, usable_cores
 from pilotfish.backends.reference import ReferenceBackend
 from pilotfish.drafters.base import MAX_DRAFT_TOKENS, Speculation, parse_speculation
 from pilotfish.engine import Engine, Target
@@ -222,6 +222,11 @@ def _parse(speculation: str | Speculation) -> Speculation:
 
 def _backend(name: str, threads: int | None) -> Backend:
     if name == "native":
+        if threads is not None and threads > usable_cores():
+            raise InputError(
+                f"{threads} threads were asked for; this process may use {usable_cores()} cores, and more threads "
+                "than cores only wait for each other"
+            )
         return NativeBackend(threads=threads)
     if name == "reference":
         return ReferenceBackend()

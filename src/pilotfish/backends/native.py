@@ -305,9 +305,14 @@ def choose(logits: Floats, params: SamplingParams, seed: int, position: int, pat
     return cast(int, token)
 
 
+def usable_cores() -> int:
+    """How many threads of this process can run at the same time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _choose_threads(wanted: int | None) -> int:
     if wanted is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return usable_cores()
     if wanted < 1:
         raise InputError(f"{wanted} threads were asked for; at least 1 is needed")
     return wanted
