@@ -104,12 +104,6 @@ inline void multiply_tile(const float* const* b, const Steps& a, int first, floa
   for (int v = 0; v < V; ++v) store(out[p] + (first + v) * kLanes, sums[p][v]);
 }
 
-// The even share of `pairs` pairs in as few groups as possible.
-inline int group_size(int pairs) {
-  const int groups = (pairs + kPairsAtOnce - 1) / kPairsAtOnce;
-  return (pairs + groups - 1) / groups;
-}
-
 template <int P>
 inline void multiply_pairs(int pairs, const float* const* b, const Steps& a, int vectors, float* const* out) {
   if constexpr (P > 1)
@@ -122,7 +116,7 @@ inline void multiply_pairs(int pairs, const float* const* b, const Steps& a, int
 
 // The same for any number of pairs and up to kVectors vectors.
 inline void multiply(int pairs, const float* const* b, const Steps& a, int vectors, float* const* out) {
-  const int size = group_size(pairs);
+  const int size = even_share(pairs, kPairsAtOnce);
   for (int p = 0; p < pairs; p += size)
     multiply_pairs<kPairsAtOnce>(pairs - p < size ? pairs - p : size, b + p, a, vectors, out + p);
 }
@@ -166,7 +160,7 @@ inline void score(const Chunk& chunk, const Pair* pairs, int count, uint16_t* ga
     memset(pairs[p].scores, 0, sizeof(float) * kLanes * tiles(pairs[p].seen));
     if (block_tiles(pairs[p]) > most) most = block_tiles(pairs[p]);
   }
-  const int size = group_size(count);
+  const int size = even_share(count, kPairsAtOnce);
   for (int tile = 0; tile < most; tile += kVectors) {
     // The values of these tiles meanwhile: tiles lie apart, and the hardware guesses only within each.
     const uint16_t* fetch[kVectors + 1];
@@ -250,7 +244,7 @@ inline void add_values(const Chunk& chunk, const Pair* pairs, int count, const u
 
 inline void weigh_values(const Chunk& chunk, const Pair* pairs, int count) {
   for (int p = 0; p < count; ++p) memset(pairs[p].part, 0, sizeof(float) * chunk.kv.head_dim);
-  const int size = group_size(count);
+  const int size = even_share(count, kPairsAtOnce);
   for (int g = 0; g < count; g += size) {
     const int last = count - g < size ? count : g + size;
     int shared = kChunk;  // positions that all pairs of the group find in place

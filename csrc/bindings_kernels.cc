@@ -63,22 +63,20 @@ struct Quantized {
   std::vector<Group> groups;
   Rows rows;
 
-  Quantized(const Kernels& kernels, const float* x, size_t count, size_t inputs, bool integers) {
-    const size_t tiles = std::max<size_t>(1, (count + kernels.tile_rows - 1) / kernels.tile_rows);
-    const size_t tile = std::max<size_t>(1, (count + tiles - 1) / tiles);
-    if (integers) groups.resize(tiles * tile * (inputs / kGroup));
-    rows = {x, static_cast<int>(inputs), groups.data(), static_cast<int>(tile)};
-    for (size_t row = 0; integers && row < count; ++row) {
-      const size_t at = rows.row(static_cast<int>(row), static_cast<int>(inputs)) - groups.data();
-      kernels.quantize(x + row * inputs, static_cast<int>(inputs), &groups[at], static_cast<int>(tile));
-    }
+  Quantized(const Kernels& kernels, const float* x, int count, int inputs, bool integers) {
+    const int tile = even_share(count, kernels.tile_rows);
+    if (integers) groups.resize(group_count(count, inputs, tile));
+    rows = {x, inputs, groups.data(), tile};
+    for (int row = 0; integers && row < count; ++row)
+      kernels.quantize(x + static_cast<size_t>(row) * inputs, inputs, &groups[rows.row(row, inputs) - groups.data()],
+                       tile);
   }
 };
 
 // q [n], scale [n / 32], offset [n / 32], and [n / 32, 3]: minus, then minus_halves.
 std::tuple<Result<int8_t>, Result<float>, Result<float>, Result<int32_t>> quantize(const std::string& path, Vector x) {
   if (x.size() % kGroup != 0 || x.size() == 0) throw std::invalid_argument("x must hold whole groups of 32");
-  const Quantized row(kernels_of(path), x.data(), 1, x.size(), true);
+  const Quantized row(kernels_of(path), x.data(), 1, static_cast<int>(x.size()), true);
   std::vector<int8_t> q;
   std::vector<float> scale, offset;
   std::vector<int32_t> minus;
@@ -105,7 +103,7 @@ Result<float> linear(const std::string& path, const PackedWeight& packed, Matrix
     throw std::invalid_argument("out must be [rows, outputs]");
   std::vector<float> result(rows * outputs);
   if (out) std::copy_n(out->data(), result.size(), result.begin());
-  const Quantized input(kernels, x.data(), rows, inputs, weight.scales != Scales::kNone);
+  const Quantized input(kernels, x.data(), static_cast<int>(rows), weight.inputs, weight.scales != Scales::kNone);
   std::vector<float> sums(linear_scratch(static_cast<int>(rows)));
   kernels.linear(weight, input.rows, 0, static_cast<int>(rows), 0, weight.panels, bias ? bias->data() : nullptr,
                  result.data(), weight.outputs, out.has_value(), nullptr, sums.data());
@@ -119,16 +117,39 @@ std::tuple<int, float> argmax(const std::string& path, Vector x) {
   return {index, best};
 }
 
+void check_logits(const Vector& logits) {
+  constexpr size_t kMost = 1 << 23;  // whose weights, up to 2^40 each, have a sum of 64 bits
+  if (logits.size() == 0 || logits.size() > kMost) throw std::invalid_argument("logits must be 1 to 2^23 numbers");
+}
+
 int sample(const std::string& path, Vector logits, double temperature, double min_p, int top_k, double top_p,
            uint64_t seed, uint64_t position) {
-  constexpr size_t kMost = 1 << 23;
-  if (logits.size() == 0 || logits.size() > kMost) throw std::invalid_argument("logits must be 1 to 2^23 numbers");
+  check_logits(logits);
   if (!(temperature >= 0) || !(min_p >= 0 && min_p <= 1) || top_k < 0 || !(top_p > 0 && top_p <= 1))
     throw std::invalid_argument("a sampling parameter is out of range");
   const Kernels& kernels = kernels_of(path);
   const Sampling rule{temperature, min_p, top_k, top_p, seed, position};
   const nb::gil_scoped_release release;
   return kernels.sample(logits.data(), static_cast<int>(logits.size()), rule);
+}
+
+// The normaliser and the ids of the `top` likeliest tokens; None where the highest logit is not finite.
+std::optional<std::tuple<double, Result<int32_t>>> log_probabilities(const std::string& path, Vector logits, int top) {
+  constexpr int kMostTop = 20;  // the kernel looks through all of them for each that it finds
+  check_logits(logits);
+  if (top < 0 || top > kMostTop) throw std::invalid_argument("top must be from 0 to 20");
+  const Kernels& kernels = kernels_of(path);
+  const int n = static_cast<int>(logits.size());
+  std::vector<int32_t> ids(std::min(top, n));
+  double normaliser = 0;
+  bool finite;
+  {
+    const nb::gil_scoped_release release;
+    finite = kernels.log_probabilities(logits.data(), n, static_cast<int>(ids.size()), &normaliser, ids.data());
+  }
+  if (!finite) return std::nullopt;
+  const size_t count = ids.size();
+  return std::tuple{normaliser, to_numpy(std::move(ids), {count})};
 }
 
 }  // namespace
@@ -148,4 +169,5 @@ void bind_kernels(nb::module_& m) {
   m.def("argmax", argmax, nb::arg("path"), nb::arg("x"));
   m.def("sample", sample, nb::arg("path"), nb::arg("logits"), nb::arg("temperature"), nb::arg("min_p"),
         nb::arg("top_k"), nb::arg("top_p"), nb::arg("seed"), nb::arg("position"));
+  m.def("log_probabilities", log_probabilities, nb::arg("path"), nb::arg("logits"), nb::arg("top"));
 }

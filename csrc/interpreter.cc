@@ -17,7 +17,6 @@ namespace {
 constexpr size_t kShareBytes = 128 << 10;  // of weights: long enough a stream, small against the caches
 constexpr int kSharesPerThread = 4;        // at least, so that small matrices divide evenly too
 constexpr size_t kFetchBytes = 256 << 10;  // of input rows, which a near cache holds beside the weights
-constexpr int kPair = 2;                   // panels that kernels compute together, if they can
 constexpr int kSpanRows = 16;              // rows of a request that attend together
 constexpr size_t kSmallWork = 8 << 10;     // numbers in rows that are done sooner than another thread would have come
 constexpr size_t kPartFloats = 4 << 20;    // of attention parts in memory at the same time
@@ -100,12 +99,6 @@ Executable::Executable(const Kernels& kernels, Pool& pool, const Shape& shape, c
   for (size_t i = 0; i < widths.size(); ++i) buffers_[i].width = widths[i];
 }
 
-Stage& Executable::begin_stage() {
-  stages_.emplace_back();
-  stages_.back().ops.push_back(ops_++);
-  return stages_.back();
-}
-
 // A linear reads x: it must be there as integers if its weight is. Nobody has made them when a linear wrote it.
 void Executable::read(int x, const Weight& weight) {
   Buffer& buffer = buffers_[x];
@@ -113,8 +106,6 @@ void Executable::read(int x, const Weight& weight) {
   buffer.integers = true;
   if (!buffer.unfinished) return;
   add_row(Quantize{x}, x, x, buffer.wanted_only);
-  --ops_;
-  stages_.back().ops.pop_back();
 }
 
 // `unit` panels stay together, as do the parts if `together`.
@@ -140,9 +131,7 @@ void Executable::add_row(RowOp op, int x, int out, bool wanted_only) {
   const bool gather = std::holds_alternative<Gather>(op);
   if (stages_.empty() || (!stages_.back().rows.empty() && (gather || stages_.back().wanted_only != wanted_only)) ||
       (gather && !std::holds_alternative<Linear>(stages_.back().wide)))
-    begin_stage();
-  else
-    stages_.back().ops.push_back(ops_++);
+    stages_.emplace_back();
   Stage& stage = stages_.back();
   stage.rows.push_back(std::move(op));
   stage.wanted_only = wanted_only;
@@ -151,13 +140,13 @@ void Executable::add_row(RowOp op, int x, int out, bool wanted_only) {
   buffers_[out].unfinished = false;
 }
 
-void Executable::add(Embed op) { add_row(op, op.out, op.out, false); }
-void Executable::add(Norm op) {
+void Executable::place(Embed op) { add_row(op, op.out, op.out, false); }
+void Executable::place(Norm op) {
   const int x = op.x, out = op.out;
   add_row(std::move(op), x, out, buffers_[x].wanted_only);
 }
-void Executable::add(Gather op) { add_row(op, op.x, op.out, true); }
-void Executable::add(Tap op) {
+void Executable::place(Gather op) { add_row(op, op.x, op.out, true); }
+void Executable::place(Tap op) {
   op.index = static_cast<int>(tap_widths_.size());
   tap_widths_.push_back(buffers_[op.x].width);
   const bool unfinished = buffers_[op.x].unfinished;
@@ -165,12 +154,12 @@ void Executable::add(Tap op) {
   buffers_[op.x].unfinished = unfinished;
 }
 
-void Executable::add(Linear op) {
+void Executable::place(Linear op) {
   for (const Part& part : op.parts) read(op.x, *part.weight);
   op.shares = share(op.parts, kPair, false);
   buffers_[op.out].wanted_only = buffers_[op.x].wanted_only;
   buffers_[op.out].unfinished = true;
-  begin_stage().wide = std::move(op);
+  stages_.emplace_back().wide = std::move(op);
 }
 
 // The linear that has just written `out` and nothing else, if that is what came last.
@@ -182,14 +171,13 @@ Linear* Executable::last_linear(int out) {
 }
 
 // Whoever computes heads also turns and stores them.
-void Executable::add(RopeKv op) {
+void Executable::place(RopeKv op) {
   Linear* linear = last_linear(op.qkv);
   auto whole_heads = [this](const Part& part) {
     return part.column % shape_.head_dim == 0 && part.weight->outputs % shape_.head_dim == 0;
   };
   if (linear && std::all_of(linear->parts.begin(), linear->parts.end(), whole_heads)) {
     linear->shares = share(linear->parts, shape_.head_dim / kPanel, false);
-    stages_.back().ops.push_back(ops_++);
     stages_.back().columns = std::move(op);
     return;
   }
@@ -199,14 +187,13 @@ void Executable::add(RopeKv op) {
 }
 
 // Whoever computes columns of both halves also joins them: whole groups, so that they can be quantised.
-void Executable::add(Gated op) {
+void Executable::place(Gated op) {
   Linear* linear = last_linear(op.x);
   const int half = buffers_[op.out].width;
   if (linear && linear->parts.size() == 2 && linear->parts[0].column == 0 && linear->parts[1].column == half &&
       linear->parts[0].weight->outputs == half) {
     linear->together = true;
     linear->shares = share(linear->parts, kGroup / kPanel, true);
-    stages_.back().ops.push_back(ops_++);
     stages_.back().columns = op;
     buffers_[op.out].wanted_only = buffers_[op.x].wanted_only;
     buffers_[op.out].unfinished = false;
@@ -215,17 +202,17 @@ void Executable::add(Gated op) {
   add_row(op, op.x, op.out, buffers_[op.x].wanted_only);
 }
 
-void Executable::add(Attention op) {
+void Executable::place(Attention op) {
   buffers_[op.out].wanted_only = false;
   // Each KV head's columns are quantised on their own, where they are whole groups.
   buffers_[op.out].unfinished = shape_.heads / shape_.kv_heads * shape_.head_dim % kGroup != 0;
-  begin_stage().wide = op;
+  stages_.emplace_back().wide = op;
 }
 
-void Executable::add(Head op) {
+void Executable::place(Head op) {
   read(op.x, *op.weight);
   op.shares = share({{op.weight, {}, 0}}, kPair, false);
-  begin_stage().wide = std::move(op);
+  stages_.emplace_back().wide = std::move(op);
 }
 
 void Executable::forward(const Batch& batch, Kv& kv, const Output& output) {
@@ -255,10 +242,10 @@ void Executable::forward(const Batch& batch, Kv& kv, const Output& output) {
 
 void Executable::reserve(const Batch& batch, bool logits) {
   for (Buffer& buffer : buffers_) {
-    const int count = rows(buffer), tiles = std::max(1, (count + kernels_.tile_rows - 1) / kernels_.tile_rows);
+    const int count = rows(buffer);
     buffer.x.reserve(static_cast<size_t>(count) * buffer.width);
-    buffer.tile = std::max(1, (count + tiles - 1) / tiles);
-    if (buffer.integers) buffer.groups.reserve(static_cast<size_t>(tiles) * buffer.tile * (buffer.width / kGroup));
+    buffer.tile = even_share(count, kernels_.tile_rows);
+    if (buffer.integers) buffer.groups.reserve(group_count(count, buffer.width, buffer.tile));
   }
   scores_.reserve(pool_.threads() * attend_scratch_);
   sums_.reserve(pool_.threads() * linear_scratch(batch.rows));
@@ -297,9 +284,7 @@ void Executable::plan_attention(const Batch& batch) {
       while (next - row > 1 && (next - row) * chunks * row_floats > kPartFloats) next -= (next - row) / 2;
       const size_t needed = (next - row) * chunks * row_floats;
       if (floats + needed > kPartFloats) end_wave(row);
-      for (int i = row; i < next; ++i) {
-        requests_[i] = request;
-      }
+      std::fill(requests_.begin() + row, requests_.begin() + next, request);
       spans_.push_back({request, row, next, chunks, floats, (next - row) * row_floats});
       floats += needed;
     }

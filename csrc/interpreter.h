@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -144,16 +145,12 @@ class Executable {
   // `widths` are those of the buffers.
   Executable(const Kernels& kernels, Pool& pool, const Shape& shape, const std::vector<int>& widths);
 
-  // Append an operation; native.py has checked that its buffers and weights fit.
-  void add(Embed op);
-  void add(Norm op);
-  void add(Linear op);
-  void add(RopeKv op);
-  void add(Attention op);
-  void add(Gated op);
-  void add(Tap op);
-  void add(Gather op);
-  void add(Head op);
+  // Appends an operation; native.py has checked that its buffers and weights fit.
+  template <class Op>
+  void add(Op op) {
+    place(std::move(op));
+    stages_.back().ops.push_back(ops_++);
+  }
 
   const Shape& shape() const { return shape_; }
   const std::vector<int>& tap_widths() const { return tap_widths_; }
@@ -193,7 +190,16 @@ class Executable {
   void reserve(const Batch& batch, bool logits);
   void plan_attention(const Batch& batch);
   void plan_tasks(int span0, int span1);
-  Stage& begin_stage();
+  // Puts an operation into the last stage or one of its own.
+  void place(Embed op);
+  void place(Norm op);
+  void place(Linear op);
+  void place(RopeKv op);
+  void place(Attention op);
+  void place(Gated op);
+  void place(Tap op);
+  void place(Gather op);
+  void place(Head op);
   void add_row(RowOp op, int x, int out, bool wanted_only);
   void read(int x, const Weight& weight);
   Linear* last_linear(int out);

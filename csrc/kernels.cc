@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "logprobs.h"
 #include "rows.h"
 #include "sampler.h"
 
@@ -14,6 +15,7 @@ namespace pilotfish::PF_PATH {
 
 extern const Kernels kernels;
 const Kernels kernels = {PF_TEXT(PF_PATH), kTileRows, quantize, linear, norm,   gated,
-                         rope_kv,          attend,    combine,  dots,   argmax, sample};
+                         rope_kv,          attend,    combine,  dots,   argmax, sample,
+                         log_probabilities};
 
 }  // namespace pilotfish::PF_PATH

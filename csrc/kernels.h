@@ -10,6 +10,7 @@
 namespace pilotfish {
 
 constexpr int kPanel = 16;       // outputs in a panel of packed weights: one lane each
+constexpr int kPair = 2;         // panels that `linear` computes together, at most
 constexpr int kGroup = 32;       // k that share an activation scale
 constexpr int kSuper = 256;      // k that share the float scales of a K-quant
 constexpr int kBlockSlots = 16;  // slots in a KV block
@@ -114,7 +115,7 @@ constexpr size_t attend_scratch(int head_dim) {
   return static_cast<size_t>(kPairs) * kChunk + static_cast<size_t>(head_dim) * kBlockSlots / 2;
 }
 
-// How the token at a position is chosen: the numbers of SamplingParams (request.py) and what keys the noise.
+// How the token at a position is chosen: the numbers of SamplingParams (params.py) and what keys the noise.
 struct Sampling {
   double temperature;  // 0: the likeliest token
   double min_p;        // 0: no such filter
@@ -124,8 +125,21 @@ struct Sampling {
   uint64_t position;
 };
 
-// Floats: sums of a panel or two.
-constexpr size_t linear_scratch(int rows) { return static_cast<size_t>(rows) * 2 * kPanel; }
+// Floats: sums of a pair of panels.
+constexpr size_t linear_scratch(int rows) { return static_cast<size_t>(rows) * kPair * kPanel; }
+
+// The size of each share (the last may be smaller) where `count` things are split evenly into as few as possible of at
+// most `most`; at least 1. Always inlined: no path may leave a copy of it to the linker (simd.h).
+[[gnu::always_inline]] constexpr int even_share(int count, int most) {
+  if (count <= 0) return 1;
+  const int shares = (count + most - 1) / most;
+  return (count + shares - 1) / shares;
+}
+
+// The groups of so many rows, in whole tiles.
+constexpr size_t group_count(int rows, int inputs, int tile) {
+  return static_cast<size_t>(rows + tile - 1) / tile * tile * (inputs / kGroup);
+}
 
 struct Kernels {
   const char* path;
@@ -159,6 +173,9 @@ struct Kernels {
   int (*argmax)(const float* x, int n, float* best);
   // The token that sampling.py's `choose` gives for n logits, n from 1 to 2^23; -1 where the highest is not finite.
   int (*sample)(const float* logits, int n, const Sampling& rule);
+  // What sampling.py's `log_probabilities` gives for n logits, n from 1 to 2^23: the normaliser and the ids of the
+  // `count` likeliest tokens, count up to n; false where the highest logit is not finite.
+  bool (*log_probabilities)(const float* logits, int n, int count, double* normaliser, int32_t* ids);
 };
 
 }  // namespace pilotfish

@@ -27,6 +27,8 @@ constexpr int kTileRows = 3, kFloatRows = 3, kTilePanels = 1, kIndependentDots =
 constexpr int kTileRows = 2, kFloatRows = 2, kTilePanels = 1, kIndependentDots = 2;
 #endif
 
+static_assert(kTilePanels <= kPair, "linear_scratch holds no more");
+
 constexpr int kFloatStep = 8;       // k between two looks ahead
 constexpr int kPieceInputs = 2048;  // of two panels and a tile of rows: about as much as the first-level cache holds
 
@@ -237,13 +239,12 @@ void linear_panels(const Weight& weight, const Rows& rows, int row0, int row1, i
   constexpr int kStep = is_float(V) ? kFloatStep : kGroup;
   const uint8_t* data = weight.data + panel * weight.panel_bytes;
   constexpr int kMost = is_float(V) ? kFloatRows : kTileRows;
-  const int count = row1 - row0, splits = (count + kMost - 1) / kMost;
-  const int size = is_float(V) ? (count + splits - 1) / splits : rows.tile;
+  const int size = is_float(V) ? even_share(row1 - row0, kFloatRows) : rows.tile;
   const int first = is_float(V) ? row0 : row0 / size * size;  // where the first tile begins
   const int units = weight.inputs / kUnit, tiles = (row1 - first + size - 1) / size;
   // One tile reads the panels from end to end. More of them share pieces that stay in a near cache.
   const int pieces = tiles == 1 ? 1 : (weight.inputs + kPieceInputs - 1) / kPieceInputs;
-  memset(sums, 0, linear_scratch(row1 - row0) * sizeof(float) / 2 * P);
+  memset(sums, 0, static_cast<size_t>(row1 - row0) * P * kPanel * sizeof(float));
   for (int i = 0; i < pieces; ++i) {
     const int unit0 = units * i / pieces, unit1 = units * (i + 1) / pieces;
     const size_t unit_bytes = weight.panel_bytes / units;

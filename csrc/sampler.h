@@ -14,6 +14,11 @@
 namespace pilotfish::PF_PATH {
 
 constexpr int kTokens = 64;  // tokens looked at together
+#if defined(PF_AVX512)
+constexpr int kTogether = 32;  // numbers that the registers hold on their way to a weight
+#else
+constexpr int kTogether = 16;
+#endif
 constexpr float kInfinity = __builtin_inff();
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15;
 constexpr double kLn2 = 0x1.62e42fefa39efp-1, kLn2High = 0x1.62e42feep-1, kLn2Low = 0x1.a39ef35793c76p-33;
@@ -68,24 +73,30 @@ inline double natural_log(double x) {
   return n * kLn2High + (n * kLn2Low + (twice + twice * (z * series)));
 }
 
-// round(2^40 e^score), score from -64 to 0: sampling._weights. Adding 1.5 * 2^52 or 2^52 rounds to a whole number.
-inline uint64_t weight_of(double score) {
-  const double shifted = score * 0x1.71547652b82fep+0 + 0x1.8p52, n = shifted - 0x1.8p52;
-  const double r = (score - n * kLn2High) - n * kLn2Low;
-  double power = 1.0 / 39916800;
-  power = power * r + 1.0 / 3628800;
-  power = power * r + 1.0 / 362880;
-  power = power * r + 1.0 / 40320;
-  power = power * r + 1.0 / 5040;
-  power = power * r + 1.0 / 720;
-  power = power * r + 1.0 / 120;
-  power = power * r + 1.0 / 24;
-  power = power * r + 1.0 / 6;
-  power = power * r + 0.5;
-  power = power * r + 1.0;
-  power = power * r + 1.0;
-  const double scale = double_of_bits((bits_of_double(shifted) << 52) + bits_of_double(0x1p40));
-  return bits_of_double(power * scale + 0x1p52) - bits_of_double(0x1p52);
+// round(2^40 e^score) of kTokens scores from -64 to 0: sampling._weights. Adding 1.5 * 2^52 or 2^52 rounds to a whole
+// number. A few vectors go through each step together: one at a time, processors wait for the chain of steps.
+inline void weigh(const double* scores, uint64_t* weights) {
+  constexpr double kPowerOf2[] = {0x1.41fbbc11c4bd0p-13,
+                                  0x1.5f3e530815329p-10,
+                                  0x1.3b2d4cf1dc324p-7,
+                                  0x1.c6aee88e6a27bp-5,
+                                  0x1.ebfbdc3c3035cp-3,
+                                  0x1.62e430af272cfp-1,
+                                  1.0};
+  for (int first = 0; first < kTokens; first += kTogether) {
+    double f[kTogether], scale[kTogether], power[kTogether];
+    for (int j = 0; j < kTogether; ++j) {
+      const double t = scores[first + j] * 0x1.71547652b82fep+0, shifted = t + 0x1.8p52;
+      f[j] = t - (shifted - 0x1.8p52);
+      scale[j] = double_of_bits((bits_of_double(shifted) << 52) + bits_of_double(0x1p40));
+      power[j] = kPowerOf2[0];
+    }
+    PF_UNROLL
+    for (int k = 1; k < 7; ++k)
+      for (int j = 0; j < kTogether; ++j) power[j] = power[j] * f[j] + kPowerOf2[k];
+    for (int j = 0; j < kTogether; ++j)
+      weights[first + j] = bits_of_double(power[j] * scale[j] + 0x1p52) - bits_of_double(0x1p52);
+  }
 }
 
 // Output `index` of the SplitMix64 stream at `start`, where `step` is (index + 1) * kGamma: sampling._splitmix64.
@@ -196,10 +207,11 @@ inline Masses masses_of(const Row& row, Top top, int token) {
       const double score = score_of(row, kept[j]);
       scores[j] = score > -64.0 ? score : -64.0;
     }
+    uint64_t weights[kTokens];
+    weigh(scores, weights);
     for (int j = 0; j < kTokens; ++j) {
-      const uint64_t weight = weight_of(scores[j]);
-      all[j] += weight;
-      before[j] += weight & static_cast<uint64_t>(static_cast<int64_t>(ahead[j]));
+      all[j] += weights[j];
+      before[j] += weights[j] & static_cast<uint64_t>(static_cast<int64_t>(ahead[j]));
     }
   }
   for (int j = 1; j < kTokens; ++j) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from pilotfish import LLM, SamplingParams
-from pilotfish.cli import summary
+from pilotfish.generate import summary
 
 STORY = """The harbour was quiet that morning. Two boats lay at the pier, and an old man mended a net on the steps. \
 A girl came down the hill with a basket of bread. She gave him a loaf, and he told her about the shark he had seen \

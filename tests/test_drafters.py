@@ -12,6 +12,7 @@ from pilotfish.drafters.base import (
     parse_speculation,
     parse_speculative_config,
 )
+from pilotfish.drafters.grammar import GrammarDrafter
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.errors import InputError
 
@@ -61,7 +62,11 @@ def test_parse() -> None:
     assert parse_speculation("off").make() is None
     assert parse_speculation("ngram") == Speculation("ngram", None, {"n": 4})
     assert parse_speculation(" ngram:k=4, n=3,min=1 ") == Speculation("ngram", 4, {"n": 3, "min": 1})
-    assert isinstance(parse_speculation("ngram:n=1").make(), NgramDrafter)
+    assert isinstance(parse_speculation("grammar").make(), GrammarDrafter)
+    drafter = parse_speculation("ngram:n=1").make()
+    assert isinstance(drafter, GrammarDrafter)
+    trees = drafter.propose([DraftRequest(0, [1, 2, 1], 2, 9), DraftRequest(1, [1, 2, 1], 2, 9, forced=[5])])
+    assert [(tree.drafter, tree.tokens.tolist()) for tree in trees] == [("ngram", [2, 1]), ("grammar", [5])]
     config = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
     assert parse_speculative_config(config) == Speculation("ngram", 5, {"n": 4, "min": 2})
 

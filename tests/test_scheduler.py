@@ -24,14 +24,18 @@ def test_random_operations(seed: int) -> None:
     scheduler = _scheduler(rng.randint(8, 24), rng.randint(4, 40), rng.randint(1, 6))
     targets: dict[int, int] = {}
     lengths: dict[int, int] = {}
+    chunks: dict[int, int | None] = {}
     next_id = 0
     for turn in range(600):
         if turn < 300 and rng.random() < 0.3:
             length = rng.randint(1, 20)
             limit = length + rng.randint(1, 12)
-            scheduler.add(next_id, length, limit)
-            lengths[next_id], targets[next_id] = length, limit
-            next_id += 1
+            chunk = rng.choice([None, None, 3])
+            for index in range(rng.choice([1, 1, 3])):  # samples of one prompt
+                first = next_id - index
+                scheduler.add(next_id, length, limit, chunk, first if index else None)
+                lengths[next_id], targets[next_id], chunks[next_id] = length, limit, chunk
+                next_id += 1
         if lengths and rng.random() < 0.05:
             victim = rng.choice(list(lengths))
             scheduler.finish(victim)
@@ -46,6 +50,7 @@ def test_random_operations(seed: int) -> None:
             seen.add(item.id)
             entry = scheduler.entry(item.id)
             assert item.start == entry.computed and item.count >= 1
+            assert item.count <= (chunks[item.id] or item.count)
             assert item.last == (item.start + item.count == lengths[item.id])
             assert len(entry.blocks) * BLOCK >= item.start + item.count + item.draft_budget
             if item.draft_budget:
@@ -122,3 +127,45 @@ def test_what_never_fits_is_refused() -> None:
 def test_unknown_requests() -> None:
     with pytest.raises(KeyError):
         _scheduler(4).entry(3)
+
+
+def test_samples_share_the_full_blocks_of_their_prompt() -> None:
+    scheduler = _scheduler(32, token_budget=16)
+    for id in range(3):
+        scheduler.add(id, 10, 20, sibling=0 if id else None)
+    plan = scheduler.schedule(lambda id: 0)
+    assert [(item.id, item.start, item.count) for item in plan.scheduled] == [(0, 0, 10)], (
+        "the others wait for the first"
+    )
+    scheduler.commit(0, 10, 1)
+    plan = scheduler.schedule(lambda id: 0)
+    scheduler.check()
+    assert [(item.id, item.start, item.count) for item in plan.scheduled] == [(0, 10, 1), (1, 8, 2), (2, 8, 2)]
+    shared = scheduler.entry(0).blocks[:2]
+    assert all(scheduler.entry(id).blocks[:2] == shared for id in (1, 2))
+    assert scheduler.pool.num_blocks - scheduler.pool.num_free == 2 + 3
+    scheduler.finish(0)
+    scheduler.check()
+    assert scheduler.entry(1).blocks[:2] == shared, "who is left keeps them"
+    for id in (1, 2):
+        scheduler.finish(id)
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_a_sample_whose_first_is_gone_computes_the_prompt_itself() -> None:
+    scheduler = _scheduler(32, max_num_seqs=1)
+    scheduler.add(0, 10, 20)
+    scheduler.add(1, 10, 20, sibling=0)
+    scheduler.schedule(lambda id: 0)
+    scheduler.commit(0, 10, 1)
+    scheduler.finish(0)
+    plan = scheduler.schedule(lambda id: 0)
+    assert [(item.id, item.start, item.count) for item in plan.scheduled] == [(1, 0, 10)]
+
+
+def test_a_chunk_is_no_longer_than_the_request_wants() -> None:
+    scheduler = _scheduler(32, token_budget=16)
+    scheduler.add(0, 10, 20, chunk=4)
+    scheduler.add(1, 10, 20)
+    plan = scheduler.schedule(lambda id: 0)
+    assert [(item.id, item.count, item.last) for item in plan.scheduled] == [(0, 4, False), (1, 10, True)]

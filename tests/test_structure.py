@@ -14,6 +14,7 @@ LEVELS = {
     "errors": 0,
     "config": 0,
     "metrics": 0,
+    "params": 0,
     "quant": 0,
     "request": 0,
     "tree": 0,
@@ -23,6 +24,8 @@ LEVELS = {
     "program": 2,
     "backends": 2,
     "sampling": 2,
+    "history": 2,
+    "node_rows": 2,
     "verify": 2,
     "_native": 2,
     "models": 3,
@@ -34,6 +37,8 @@ LEVELS = {
     "bench": 6,
     "profile": 6,
     "cli": 6,
+    "generate": 6,
+    "compare": 6,
     "__main__": 6,
 }
 LEDGER, COMPUTE = 1, 2

@@ -13,12 +13,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pilotfish.request import SamplingParams
+from enumeration import node_path, random_tree
+from pilotfish.params import SamplingParams
 from pilotfish.sampling import choose
 from pilotfish.tree import DraftTree, Verdict
-from pilotfish.verify import verify
+from pilotfish.verify import match
 
 CELLS = 4
+
+
+class OnlyTokens:
+    """Rows of which `match` may ask nothing but the target's token."""
+
+    def __init__(self, pick):
+        self.token = pick
+
+    def probs(self, node):
+        raise AssertionError("the match rule needs no probabilities")
+
+
+def no_chance(probs):
+    raise AssertionError("the match rule draws nothing")
+
+
+def matched(tree, pick):
+    return match(tree, OnlyTokens(pick), no_chance)
 
 
 def make_target(rng, vocab, length):
@@ -41,15 +60,6 @@ def plain_law(target, vocab, length):
         if count:
             law[output] = count
     return law
-
-
-def node_path(tree, node):
-    """Tokens from the root down to `node`."""
-    path = []
-    while node >= 0:
-        path.append(int(tree.tokens[node]))
-        node = int(tree.parents[node])
-    return tuple(reversed(path))
 
 
 def row_pick(target, cells, prefix, tree):
@@ -75,19 +85,6 @@ def speculative_law(target, length, drafter, rule, rows=row_pick):
 
 
 # Drafters: functions of the whole noise outcome and of the prefix, so they may cheat in every way there is.
-
-
-def random_tree(rng, vocab, nodes, depth):
-    tokens, parents, depths = [], [], []
-    for _ in range(nodes):
-        open_nodes = [-1] + [node for node, level in enumerate(depths) if level < depth]
-        parent = int(rng.choice(open_nodes))
-        token = int(rng.integers(vocab))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            tokens.append(token)
-            parents.append(parent)
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
 def true_chain(target, cells, prefix, depth):
@@ -165,7 +162,7 @@ def deviations(vocab, depth, rule, rows=row_pick):
 
 @pytest.mark.parametrize(("vocab", "depth"), SIZES)
 def test_the_law_is_exactly_plain_decodings(vocab, depth):
-    found = list(deviations(vocab, depth, verify))
+    found = list(deviations(vocab, depth, matched))
     assert found == [0.0] * 10
 
 
@@ -199,7 +196,7 @@ def descends_into_the_wrong_child(tree, pick):
 
 
 def takes_the_bonus_from_the_parents_row(tree, pick):
-    verdict = verify(tree, pick)
+    verdict = matched(tree, pick)
     if not verdict.path:
         return verdict
     parent = int(tree.parents[verdict.path[-1]])
@@ -207,13 +204,13 @@ def takes_the_bonus_from_the_parents_row(tree, pick):
 
 
 def takes_the_bonus_from_the_last_row(tree, pick):
-    verdict = verify(tree, pick)
+    verdict = matched(tree, pick)
     return Verdict(verdict.path, (*verdict.tokens[:-1], pick(len(tree) - 1)), verdict.bonus)
 
 
 def excludes_the_rejected_drafts(tree, pick):
     """Draws the recovered token from what no draft covered, as a ratio rule does: the match rule needs no residual."""
-    verdict = verify(tree, pick)
+    verdict = matched(tree, pick)
     siblings = set(tree.tokens[tree.parents == (verdict.path[-1] if verdict.path else -1)].tolist())
     if not siblings:
         return verdict
@@ -223,7 +220,7 @@ def excludes_the_rejected_drafts(tree, pick):
 
 def resamples_the_accepted_token(tree, pick):
     """Having accepted, emits the draft of the first sibling in its place (a draw from q instead of p)."""
-    verdict = verify(tree, pick)
+    verdict = matched(tree, pick)
     first = [int(tree.tokens[np.flatnonzero(tree.parents == tree.parents[node])[0]]) for node in verdict.path]
     return Verdict(verdict.path, (*first, verdict.tokens[-1]), verdict.bonus)
 
@@ -232,7 +229,7 @@ def prefers_the_longest_branch(tree, pick):
     """Takes the deepest node that its own parent's row would choose, although the path to it does not stand."""
     standing = [node for node in range(len(tree)) if pick(int(tree.parents[node])) == tree.tokens[node]]
     if not standing:
-        return verify(tree, pick)
+        return matched(tree, pick)
     deepest = max(standing, key=lambda node: len(node_path(tree, node)))
     return Verdict((deepest,), (*node_path(tree, deepest), pick(deepest)), True)
 
@@ -271,7 +268,7 @@ def test_the_check_catches_broken_rules(rule):
 
 @pytest.mark.parametrize("rows", [noise_of_the_parents_position, noise_of_the_row_in_the_tree])
 def test_the_check_catches_misplaced_noise(rows):
-    assert any(deviation > 0.01 for deviation in deviations(3, 2, verify, rows))
+    assert any(deviation > 0.01 for deviation in deviations(3, 2, matched, rows))
 
 
 # The real sampler: equality token for token, not only in law.
@@ -331,7 +328,7 @@ def test_tokens_equal_plain_decoding(salt, seed, params, data):
         tree = grafted(tree, plain[len(tokens) : len(tokens) + right])
         tree.check(vocab)
         committed = list(tokens)
-        verdict = verify(tree, lambda node, tree=tree, seen=committed: token_after(seen + list(node_path(tree, node))))
+        verdict = matched(tree, lambda node, tree=tree, seen=committed: token_after(seen + list(node_path(tree, node))))
         assert len(verdict.tokens) > min(right, length - len(tokens))
         tokens += verdict.tokens
     assert tokens[:length] == plain
@@ -360,9 +357,9 @@ def test_verdicts_and_that_only_standing_rows_are_asked(choices, expected):
         asked.append(node)
         return choices[node]
 
-    assert verify(TREE, pick) == expected
+    assert matched(TREE, pick) == expected
     assert asked == [-1, *expected.path] == list(choices)
 
 
 def test_no_drafts_is_plain_decoding():
-    assert verify(DraftTree.empty(), {-1: 5}.__getitem__) == Verdict((), (5,), True)
+    assert matched(DraftTree.empty(), {-1: 5}.__getitem__) == Verdict((), (5,), True)

@@ -44,8 +44,8 @@ void bench_linear(const Kernels& kernels, const char* kind, int rows, int output
   std::vector<float> x(static_cast<size_t>(rows) * inputs), out(static_cast<size_t>(rows) * outputs);
   for (float& value : x) value = static_cast<float>(random() % 2000) * 1e-3f - 1.0f;
   const bool integers = packed.weight.scales != Scales::kNone;
-  const int tiles = (rows + kernels.tile_rows - 1) / kernels.tile_rows, tile = (rows + tiles - 1) / tiles;
-  std::vector<Group> groups(integers ? static_cast<size_t>(tiles) * tile * inputs / kGroup : 1);
+  const int tile = even_share(rows, kernels.tile_rows);
+  std::vector<Group> groups(integers ? group_count(rows, inputs, tile) : 1);
   const Rows in{x.data(), inputs, groups.data(), tile};
   for (int row = 0; row < rows && integers; ++row)
     kernels.quantize(&x[static_cast<size_t>(row) * inputs], inputs, &groups[in.row(row, inputs) - groups.data()], tile);

@@ -105,8 +105,7 @@ struct Tiles {
   Rows rows;
 
   Tiles(const Input& in, int count, int tile)
-      : groups(in.q.empty() ? 1 : static_cast<size_t>((count + tile - 1) / tile) * tile * (in.inputs / kGroup)),
-        rows{in.x.data, in.inputs, groups.data, tile} {
+      : groups(in.q.empty() ? 1 : group_count(count, in.inputs, tile)), rows{in.x.data, in.inputs, groups.data, tile} {
     for (size_t i = 0; i < groups.size; ++i) memset(static_cast<void*>(groups.data + i), 0xff, sizeof(Group));
     for (int row = 0; row < count && !in.q.empty(); ++row) {
       for (int g = 0; g < in.inputs / kGroup; ++g) {
@@ -231,8 +230,7 @@ void test_linear(const Case& c, Draw draw, std::mt19937& random) {
     const auto check = [&](int row0, int row1, int panel0, int panel1, bool with_bias, bool add) {
       Exact<float> out(static_cast<size_t>(row1 - 1) * stride + c.outputs);
       for (size_t i = 0; i < out.size; ++i) out[i] = untouched;
-      const int tiles = (row1 + kernels->tile_rows - 1) / kernels->tile_rows;
-      const Tiles tiled(input, row1, (row1 + tiles - 1) / tiles);
+      const Tiles tiled(input, row1, even_share(row1, kernels->tile_rows));
       const Exact<float> sums(linear_scratch(row1 - row0));
       kernels->linear(weight, tiled.rows, row0, row1, panel0, panel1, with_bias ? bias.data : nullptr, out.data, stride,
                       add, row0 % 2 ? panels.data : nullptr, sums.data);

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pilotfish.errors import InputError, PilotfishError
     from pilotfish.llm import LLM, Chunk, Completion
-    from pilotfish.request import SamplingParams
+    from pilotfish.params import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -19,9 +19,10 @@ _HOMES = {
     "Completion": "llm",
     "InputError": "errors",
     "PilotfishError": "errors",
-    "SamplingParams": "request",
+    "SamplingParams": "params",
+    "StructuredOutput": "params",
 }
-__all__ = ["LLM", "Chunk", "Completion", "InputError", "PilotfishError", "SamplingParams"]
+__all__ = ["LLM", "Chunk", "Completion", "InputError", "PilotfishError", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:

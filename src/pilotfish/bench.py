@@ -23,10 +23,10 @@ from pilotfish.drafters.base import parse_speculation
 from pilotfish.errors import InputError
 from pilotfish.llm import LLM
 from pilotfish.metrics import now_ms
+from pilotfish.params import SamplingParams
 from pilotfish.profile import Cost, costs
 from pilotfish.profile import table as profile_table
 from pilotfish.program import BLOCK_SIZE
-from pilotfish.request import SamplingParams
 from pilotfish.tree import DraftTree, Rows, TreeBatch
 
 app = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
@@ -63,15 +63,16 @@ def curve(
     """
     counts = _row_counts(rows)
     llm = LLM(model, threads=threads, weights=weights)
+    prompt = _prompt(llm, prefill) if prefill else None
     batches = _curve_batches(llm, counts, context)
     limit_before = read_gb_per_s(threads)  # virtual machines move, and their memory with them
     times = _measure_curve(llm, batches, repeat)
     medians = [median(times[count]) for count in counts]
     gb = llm.weight_bytes / 1e9
     limit_gb_per_s, limit_gmac_per_s = max(limit_before, read_gb_per_s(threads)), gmac_per_s(threads)
-    if prefill:
-        batches["prefill"] = _prompt(llm, prefill)
-        prefill_ms = median(_measure_curve(llm, {"prefill": batches["prefill"]}, min(repeat, 3))["prefill"])
+    if prompt:
+        batches["prefill"] = prompt
+        prefill_ms = median(_measure_curve(llm, {"prefill": prompt}, min(repeat, 3))["prefill"])
     profiles = {str(count): _profile(llm, batch, repeat) for count, batch in batches.items()} if profile else {}
     result = {
         "model": llm.config.name or model,
@@ -85,7 +86,7 @@ def curve(
         "context": context,
         "machine": machine(llm),
     }
-    if prefill:
+    if prompt:
         speed = round(1e3 * prefill / prefill_ms, 1)
         result["prefill"] = {"tokens": prefill, "median_ms": round(prefill_ms, 3), "tokens_per_second": speed}
     if profile:
@@ -99,7 +100,7 @@ def curve(
     for count, value in zip(counts, medians, strict=True):
         table.add_row(str(count), f"{value:.2f}", f"{value / medians[0]:.2f}", f"{1e3 * count / value:.0f}")
     Console().print(table)
-    if prefill:
+    if prompt:
         print(f"a prompt of {prefill} tokens takes {prefill_ms:.1f} ms: {speed} tokens/s")
     for what, found in profiles.items():
         Console().print(profile_table(found, what, limit_gb_per_s, limit_gmac_per_s))
@@ -228,20 +229,21 @@ def _row_counts(text: str) -> list[int]:
     return counts
 
 
-def _prompt(llm: LLM, tokens: int) -> TreeBatch:
-    if tokens > llm.target.program.context_length:
-        raise InputError(f"a prompt of {tokens} tokens does not fit the context of {llm.target.program.context_length}")
-    blocks = list(range(-(-tokens // BLOCK_SIZE)))
-    return TreeBatch.build([Rows([1 + index % (llm.config.vocab_size - 1) for index in range(tokens)], 0, blocks)])
+def _tokens(llm: LLM, count: int) -> tuple[list[int], list[int]]:
+    """So many tokens and the blocks that hold them. Raises InputError when the model's context is shorter."""
+    if count > llm.target.program.context_length:
+        raise InputError(f"{count} tokens do not fit the model's context of {llm.target.program.context_length}")
+    return [1 + index % (llm.config.vocab_size - 1) for index in range(count)], list(range(-(-count // BLOCK_SIZE)))
+
+
+def _prompt(llm: LLM, count: int) -> TreeBatch:
+    tokens, blocks = _tokens(llm, count)
+    return TreeBatch.build([Rows(tokens, 0, blocks)])
 
 
 def _curve_batches(llm: LLM, counts: Sequence[int], context: int) -> dict[int | str, TreeBatch]:
     """For each row count its rows after `context` tokens, whose KV is there."""
-    needed = context + max(counts)
-    if needed > llm.target.program.context_length:
-        raise InputError(f"the model's context of {llm.target.program.context_length} is too short for {needed} tokens")
-    blocks = list(range(-(-needed // BLOCK_SIZE)))
-    tokens = [1 + index % (llm.config.vocab_size - 1) for index in range(needed)]
+    tokens, blocks = _tokens(llm, context + max(counts))
     for start in range(0, context, PREFILL_ROWS):
         chunk = Rows(tokens[start : min(start + PREFILL_ROWS, context)], start, blocks, logits=False)
         llm.target.executable.forward(TreeBatch.build([chunk]), llm.target.kv, False)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from pilotfish.backends.native import choose
 from pilotfish.control.budget import BudgetController
-from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, Drafter, DraftRequest
-from pilotfish.errors import InputError, PilotfishError
+from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest
+from pilotfish.errors import InputError, RequestError
+from pilotfish.history import History
 from pilotfish.kv.pool import BlockPool
 from pilotfish.metrics import now_ms
-from pilotfish.output import Detokenizer, OutputText
+from pilotfish.node_rows import NodeRows, cut_illegal, token_logprob
+from pilotfish.output import OutputText, Texts
+from pilotfish.params import SamplingParams
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Program, Result
-from pilotfish.request import FinishReason, Request, SamplingParams
+from pilotfish.request import FinishReason, Request
+from pilotfish.sampling import Chance, Logits
 from pilotfish.scheduler import Scheduled, Scheduler, StepPlan
 from pilotfish.tree import DraftTree, Rows, TreeBatch, Verdict
-from pilotfish.verify import verify
+from pilotfish.verify import RULES, Rule
+
+LOGPROB_CHUNK = 64  # prompt tokens whose logits are kept at a time
 
 logger = logging.getLogger("pilotfish")
 
@@ -48,12 +53,21 @@ class Update:
 class _Active:
     request: Request
     text: OutputText | None
+    history: History | None  # None: nothing changes the logits
+    forced: list[int] = field(default_factory=list)  # what the grammar forces in the step that is planned
+
+    @property
+    def needs_logits(self) -> bool:
+        params = self.request.params
+        return params.temperature > 0 or params.logprobs is not None or self.history is not None
 
 
 class Engine:
     """Runs many requests in one batch. Not thread-safe: one thread steps it.
 
-    `draft_budget` fixes how many tokens are drafted in a step; without it the controller chooses.
+    `draft_budget` fixes how many tokens are drafted in a step; without it the controller chooses. `texts` is needed for
+    requests with stop strings, bad words or structured output, and for updates with text. `watch` is called with each
+    request and the target's rows [vocab] behind its new tokens, as the model gave them, before they are forgotten.
     """
 
     def __init__(
@@ -64,7 +78,8 @@ class Engine:
         *,
         max_num_seqs: int = 8,
         token_budget: int = 512,
-        new_detokenizer: Callable[[], Detokenizer] | None = None,
+        texts: Texts | None = None,
+        watch: Callable[[Request, Sequence[Logits]], None] | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -72,30 +87,68 @@ class Engine:
         self.drafter_failures = 0
         self._parked = drafter is None
         self.scheduler = Scheduler(BlockPool(target.num_blocks), BLOCK_SIZE, token_budget, max_num_seqs)
-        self._new_detokenizer = new_detokenizer
+        self._texts = texts
+        self._watch = watch
         self._active: dict[int, _Active] = {}
         self._next_id = 0
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request. Raises InputError when it can not be served."""
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Queue a prompt: a request for each of its `params.n` samples, which share the prompt's KV.
+
+        Raises InputError when it can not be served.
+        """
+        limit = self._limit(prompt, params)
+        history = self._history(prompt, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        requests: list[Request] = []
+        for index in range(params.n):
+            if index == 1:  # one sample tells of the prompt
+                params = replace(params, prompt_logprobs=None)
+            request = Request(self._next_id, prompt, params, (seed + index) % 2**64)
+            # Logits of whole chunks of the prompt take memory, so these are short.
+            chunk = None if params.prompt_logprobs is None else LOGPROB_CHUNK
+            self.scheduler.add(request.id, len(prompt), limit, chunk, requests[0].id if requests else None)
+            texts = self._texts
+            text = OutputText(texts.new_detokenizer(), params.stop, params.min_tokens) if texts else None
+            self._active[request.id] = _Active(request, text, history.copy() if history and requests else history)
+            self._next_id += 1
+            requests.append(request)
+        return requests
+
+    def _limit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """How many tokens the request may have in the end, if all it names exists."""
         context, vocab = self.target.program.context_length, self.target.program.vocab_size
         if len(prompt) >= context:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens; the context of {context} must leave room for one more"
             )
-        for token in prompt:
-            if not 0 <= token < vocab:
-                raise InputError(f"the prompt has token id {token}; the vocabulary has ids 0..{vocab - 1}")
-        if params.stop and self._new_detokenizer is None:
-            raise InputError("stop strings need a tokenizer; without one give stop_token_ids")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(self._next_id, prompt, params, seed)
-        limit = context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
-        self.scheduler.add(request.id, len(prompt), limit)
-        text = OutputText(self._new_detokenizer(), params.stop) if self._new_detokenizer else None
-        self._active[request.id] = _Active(request, text)
-        self._next_id += 1
-        return request
+        named = {
+            "the prompt": prompt,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "banned_token_ids": params.banned_token_ids,
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for name, ids in named.items():
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise InputError(f"{name} has token id {token}; the vocabulary has ids 0..{vocab - 1}")
+        if self._texts is None and (params.stop or params.bad_words or params.structured):
+            raise InputError("stop strings, bad words and structured output need a tokenizer")
+        return context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
+
+    def _history(self, prompt: Sequence[int], params: SamplingParams) -> History | None:
+        if not params.adjusts:
+            return None
+        bad_words: list[Sequence[int]] = []
+        grammar = None
+        if self._texts is not None:
+            bad_words = [ids for word in params.bad_words for ids in self._texts.spellings(word)]
+            grammar = None if params.structured is None else self._texts.grammar(params.structured)
+        return History(params, prompt, self.target.program.vocab_size, self._end_ids(params), bad_words, grammar)
+
+    def _end_ids(self, params: SamplingParams) -> set[int]:
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self.target.eos_ids)}
 
     def cancel(self, request: Request) -> None:
         """Drop a request that is not finished; its blocks are free at once."""
@@ -122,8 +175,7 @@ class Engine:
         computed = now_ms()
         result = self.target.executable.forward(batch, self.target.kv, self._needs_logits(plan))
         forward_ms = now_ms() - computed
-        verdicts = self._verify(plan, trees, batch, result)
-        updates = self._commit(plan, trees, verdicts)
+        updates = self._judge(plan, trees, batch, result)
         step_ms = now_ms() - started
         for update in updates:
             update.request.timings.add(len(update.tokens), step_ms, draft_ms, forward_ms)
@@ -139,7 +191,15 @@ class Engine:
             assert self.scheduler.entry(id).length == len(active.request.tokens)
 
     def _budget(self, id: int) -> int:
-        return 0 if self._parked else self.budgets.budget(id)
+        if self._parked:
+            return 0
+        active = self._active[id]
+        # What a grammar forces is right or nearly so, whatever became of other drafts.
+        active.forced = active.history.forced() if active.history is not None else []
+        budget = self.budgets.budget(id)
+        if not active.forced:
+            return budget
+        return min(len(active.forced), MAX_DRAFT_TOKENS if self.budgets.fixed is None else budget)
 
     def _propose(self, plan: StepPlan) -> list[DraftTree]:
         """A tree for every scheduled request. A drafter can fail, a request can not: a failure parks the drafter."""
@@ -151,8 +211,8 @@ class Engine:
         try:
             proposed = self.drafter.propose(
                 [
-                    DraftRequest(item.id, self._active[item.id].request.tokens, item.draft_budget, item.draft_depth)
-                    for item in items
+                    DraftRequest(item.id, active.request.tokens, item.draft_budget, item.draft_depth, active.forced)
+                    for item, active in ((item, self._active[item.id]) for item in items)
                 ]
             )
             for index, item, tree in zip(asked, items, proposed, strict=True):
@@ -165,6 +225,11 @@ class Engine:
             self._parked = True
             logger.warning("drafter %s failed and is parked: %s: %s", self.drafter.name, type(error).__name__, error)
             return [DraftTree.empty() for _ in plan.scheduled]
+        for index, item in zip(asked, items, strict=True):
+            history = self._active[item.id].history
+            if history is not None:
+                rule = self._active[item.id].request.params.acceptance
+                trees[index] = cut_illegal(trees[index], history, exact_law=rule != "match")
         return trees
 
     def _batch(self, plan: StepPlan, trees: Sequence[DraftTree]) -> TreeBatch:
@@ -175,60 +240,79 @@ class Engine:
                     start=item.start,
                     blocks=self.scheduler.entry(item.id).blocks,
                     tree=tree,
-                    logits=item.last,
+                    logits=item.last or self._wants_prompt(item),
+                    all_logits=self._wants_prompt(item),
                 )
                 for item, tree in zip(plan.scheduled, trees, strict=True)
             ]
         )
 
-    def _needs_logits(self, plan: StepPlan) -> bool:
-        return any(item.last and self._active[item.id].request.params.temperature > 0 for item in plan.scheduled)
-
-    def _verify(
-        self, plan: StepPlan, trees: Sequence[DraftTree], batch: TreeBatch, result: Result
-    ) -> list[Verdict | None]:
-        """A verdict for every request whose last token was computed, None for a prefill chunk before it."""
-        verdicts: list[Verdict | None] = []
-        for index, (item, tree) in enumerate(zip(plan.scheduled, trees, strict=True)):
-            if not item.last:
-                verdicts.append(None)
-                continue
-            root = int(batch.logit_starts[index])
-            verdicts.append(verify(tree, self._picker(item, tree, root, result)))
-        return verdicts
-
-    def _picker(self, item: Scheduled, tree: DraftTree, root: int, result: Result) -> Callable[[int], int]:
+    def _wants_prompt(self, item: Scheduled) -> bool:
+        """Whether these rows bring log-probabilities of prompt tokens that are due; after a preemption none are."""
         request = self._active[item.id].request
-        if request.params.temperature == 0:
-            return lambda node: _finite(int(result.argmax[root + 1 + node]))
-        logits = result.logits
-        assert logits is not None
-        depths = tree.depths()
-        first = len(request.tokens)  # the position of the token that the root row chooses
+        known = len(request.prompt_logprobs)
+        return request.params.prompt_logprobs is not None and item.start <= known < len(request.prompt) - 1
 
-        def pick(node: int) -> int:
-            position = first if node < 0 else first + int(depths[node])
-            return choose(logits[root + 1 + node], request.params, request.seed, position)
+    def _needs_logits(self, plan: StepPlan) -> bool:
+        return any(
+            (item.last and (self._active[item.id].needs_logits or self._watch is not None)) or self._wants_prompt(item)
+            for item in plan.scheduled
+        )
 
-        return pick
-
-    def _commit(self, plan: StepPlan, trees: Sequence[DraftTree], verdicts: Sequence[Verdict | None]) -> list[Update]:
+    def _judge(self, plan: StepPlan, trees: Sequence[DraftTree], batch: TreeBatch, result: Result) -> list[Update]:
+        """Decide what stands of each request's drafts, and take it in."""
         updates = []
-        for item, tree, verdict in zip(plan.scheduled, trees, verdicts, strict=True):
-            end = item.start + item.count
-            if verdict is None:
+        for index, (item, tree) in enumerate(zip(plan.scheduled, trees, strict=True)):
+            active = self._active[item.id]
+            request, end = active.request, item.start + item.count
+            first, stop = int(batch.logit_starts[index]), int(batch.logit_starts[index + 1])
+            if self._wants_prompt(item):
+                self._take_prompt_logprobs(item, result, first)
+            if not item.last:
                 self.scheduler.commit(item.id, end, 0)
-                updates.append(Update(self._active[item.id].request, (), "", False))
+                updates.append(Update(request, (), "", False))
                 continue
-            self._compact(item.id, end, verdict.path)
-            update = self._append(item.id, verdict.tokens)
-            # A request that ended inside the accepted drafts keeps only those before its end.
-            accepted = min(len(verdict.path), len(update.tokens) - 1)
-            self.scheduler.commit(item.id, end + accepted, len(update.tokens))
-            update.request.counts.add(tree.drafter, len(tree), accepted)
-            self.budgets.observe(item.id, len(tree), accepted)
-            updates.append(update)
+            root = stop - len(tree) - 1
+            rows = NodeRows(result, root, tree, request.params, request.seed, len(request.tokens), active.history)
+            try:
+                verdict = self._rule(request)(tree, rows, Chance(request.seed, len(request.tokens)))
+                updates.append(self._commit(item, tree, rows, verdict))
+            except RequestError as error:
+                request.finish_reason, request.error = "error", str(error)
+                updates.append(Update(request, (), active.text.finish() if active.text else "", True))
         return updates
+
+    def _rule(self, request: Request) -> Rule:
+        # Without chance all rules are one, and this one needs no distributions.
+        return RULES["match" if request.params.temperature == 0 else request.params.acceptance]
+
+    def _take_prompt_logprobs(self, item: Scheduled, result: Result, first: int) -> None:
+        """The row of each prompt token says how likely the next was; those that are known already stay."""
+        request = self._active[item.id].request
+        top, known = request.params.prompt_logprobs, len(request.prompt_logprobs)
+        assert result.logits is not None and top is not None
+        for position in range(known, min(item.start + item.count, len(request.prompt) - 1)):
+            row = result.logits[first + position - item.start]
+            request.prompt_logprobs.append(token_logprob(row, request.prompt[position + 1], top))
+
+    def _commit(self, item: Scheduled, tree: DraftTree, rows: NodeRows, verdict: Verdict) -> Update:
+        end = item.start + item.count
+        self._compact(item.id, end, verdict.path)
+        update = self._append(item.id, verdict.tokens)
+        request, taken = update.request, len(update.tokens)
+        # A request that ended inside the accepted drafts keeps only those before its end.
+        accepted = min(len(verdict.path), taken - 1)
+        self.scheduler.commit(item.id, end + accepted, taken)
+        nodes = (-1, *verdict.path)[:taken]
+        if request.params.logprobs is not None:
+            request.logprobs += [rows.logprobs(node, token) for node, token in zip(nodes, update.tokens, strict=True)]
+        if self._watch is not None:
+            self._watch(request, [rows.logits(node) for node in nodes])
+        request.counts.add(tree.drafter, len(tree), int(tree.depths().max(initial=0)), accepted)
+        if not self._active[item.id].forced:
+            self.budgets.observe(item.id, len(tree), accepted)
+        self._active[item.id].forced = []
+        return update
 
     def _compact(self, id: int, end: int, path: Sequence[int]) -> None:
         """Bring the KV of the accepted path into the slots of its positions; a chain lies there already."""
@@ -240,7 +324,8 @@ class Engine:
     def _append(self, id: int, tokens: Sequence[int]) -> Update:
         """Add emitted tokens one by one, as plain decoding would, until the request ends."""
         active = self._active[id]
-        request, params = active.request, active.request.params
+        request, history = active.request, active.history
+        end_ids = self._end_ids(request.params)
         limit = self.scheduler.entry(id).limit
         shown: list[str] = []
         taken = 0
@@ -248,19 +333,28 @@ class Engine:
             taken += 1
             request.tokens.append(token)
             reason: FinishReason | None = None
-            if token in params.stop_token_ids or (token in self.target.eos_ids and not params.ignore_eos):
-                reason = "stop"
+            if history is not None:
+                try:
+                    history.walk(tokens[:taken])
+                except RequestError as error:
+                    reason, request.error = "error", str(error)
+            if token in end_ids:
+                reason = reason or "stop"
             elif active.text is not None:
                 shown.append(active.text.push(token))
                 if active.text.stopped:
-                    reason = "stop"
-            if reason is None and len(request.tokens) >= limit:
-                reason = "length"
+                    reason = reason or "stop"
+            if history is not None and history.ended:
+                reason = reason or "stop"  # a structured output that is complete needs no end token
+            if len(request.tokens) >= limit:
+                reason = reason or "length"
             if reason is not None:
                 request.finish_reason = reason
                 if active.text is not None:
                     shown.append(active.text.finish())
                 break
+        if history is not None:
+            history.commit()
         return Update(request, tuple(tokens[:taken]), "".join(shown), request.finish_reason is not None)
 
     def _end(self, id: int) -> None:
@@ -272,9 +366,3 @@ class Engine:
                 self.drafter.end(id)
             except Exception as error:
                 logger.warning("drafter %s could not end request %d: %s", self.drafter.name, id, error)
-
-
-def _finite(token: int) -> int:
-    if token < 0:
-        raise PilotfishError("the target gave a logit that is not finite; its weights may be damaged")
-    return token

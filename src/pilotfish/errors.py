@@ -1,4 +1,4 @@
-"""The two kinds of failure a person can meet."""
+"""The kinds of failure a person can meet."""
 
 
 class PilotfishError(Exception):
@@ -10,3 +10,7 @@ class InputError(PilotfishError):
 
     The command line exits with 2, a server answers 4xx.
     """
+
+
+class RequestError(PilotfishError):
+    """One request can not go on, for what it asked of its tokens; the engine ends it and goes on with the others."""

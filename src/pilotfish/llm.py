@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +15,13 @@ from pilotfish.errors import InputError
 from pilotfish.loaders import load_model
 from pilotfish.loaders.chat import ChatTemplate
 from pilotfish.loaders.demo import demo_path
-from pilotfish.loaders.tokenizer import Tokenizer
+from pilotfish.loaders.grammar import Grammar, GrammarCompiler
+from pilotfish.loaders.tokenizer import Detokenizer, Tokenizer
 from pilotfish.metrics import now_ms
 from pilotfish.models.decoder import decoder_program
+from pilotfish.params import SamplingParams, StructuredOutput
 from pilotfish.program import BLOCK_SIZE, Backend
-from pilotfish.request import Request, SamplingParams
+from pilotfish.request import Request, TokenLogprob
 
 Prompt = str | Sequence[int]
 
@@ -29,7 +30,11 @@ DEFAULT_CONTEXT = 32768
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request."""
+    """A finished request. `finish_reason` is stop, length or error, and then `error` says what went wrong.
+
+    `logprobs` has an entry for each token, `prompt_logprobs` one for each token of the prompt but the first; they are
+    None where they were not asked for.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -38,9 +43,19 @@ class Completion:
     seed: int
     timings: Mapping[str, float]
     speculation: Mapping[str, Any]
+    error: str | None = None
+    logprobs: tuple[Logprob, ...] | None = None
+    prompt_logprobs: tuple[Logprob, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of `pilotfish generate --json`."""
+        optional = {
+            "error": self.error,
+            "logprobs": None if self.logprobs is None else [entry.as_dict() for entry in self.logprobs],
+            "prompt_logprobs": None
+            if self.prompt_logprobs is None
+            else [entry.as_dict() for entry in self.prompt_logprobs],
+        }
         return {
             "text": self.text,
             "tokens": list(self.tokens),
@@ -49,7 +64,22 @@ class Completion:
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.tokens)},
             "timings": dict(self.timings),
             "speculation": dict(self.speculation),
+            **{key: value for key, value in optional.items() if value is not None},
         }
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token, its text, its natural log-probability under the model itself, and the likeliest tokens in its place."""
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[Logprob, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        entry: dict[str, Any] = {"token": self.token, "text": self.text, "logprob": round(self.logprob, 6)}
+        return {**entry, "top": [other.as_dict() for other in self.top]} if self.top else entry
 
 
 @dataclass(frozen=True)
@@ -96,6 +126,7 @@ class LLM:
                 "they do not belong together"
             )
         self._chat_template: ChatTemplate | None = None
+        self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
         program = decoder_program(
             self.config, min(self.config.context_length, DEFAULT_CONTEXT) if context is None else context
         )
@@ -139,17 +170,23 @@ class LLM:
         system: str | None = None,
         speculation: str | Speculation | None = None,
     ) -> list[Completion]:
-        """Complete all prompts in one batch; the answers come in the order of the prompts.
+        """Complete all prompts in one batch; the answers come in the order of the prompts, `params.n` for each.
 
         With `chat` a prompt is a user's message in the model's own template, after the `system` message if given.
         """
-        many = _as_many(prompts)
         engine = self.engine(speculation, answers=chat)
-        requests = [engine.add(self.encode(prompt, chat, system), params or SamplingParams()) for prompt in many]
-        texts = {request.id: "" for request in requests}
+        params = params or SamplingParams()
+        added: list[tuple[Prompt, list[Request]]] = []
+        for prompt in _as_many(prompts):
+            added.append((prompt, engine.add(self.encode(prompt, chat, system), params)))
+        texts = {request.id: "" for _, requests in added for request in requests}
         for update in engine.run():
             texts[update.request.id] += update.text
-        return [self._completion(request, texts[request.id]) for request in requests]
+        return [
+            self._completion(request, self._echo(prompt, request, chat) + texts[request.id], requests[0])
+            for prompt, requests in added
+            for request in requests
+        ]
 
     def stream(
         self,
@@ -160,32 +197,50 @@ class LLM:
         system: str | None = None,
         speculation: str | Speculation | None = None,
     ) -> Iterator[Chunk]:
-        """Complete one prompt and give its text as it comes."""
+        """Complete one prompt and give its text as it comes. Raises InputError for more than one sample."""
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise InputError(f"n is {params.n}; a stream is of one sample, generate gives several")
         engine = self.engine(speculation, answers=chat)
-        request = engine.add(self.encode(prompt, chat, system), params or SamplingParams())
-        text = ""
+        request = engine.add(self.encode(prompt, chat, system), params)[0]
+        text = self._echo(prompt, request, chat)
+        if text:
+            yield Chunk(text, ())
         for update in engine.run():
             text += update.text
-            completion = self._completion(request, text) if update.finished else None
+            completion = self._completion(request, text, request) if update.finished else None
             if update.tokens or completion:
                 yield Chunk(update.text, update.tokens, completion)
 
-    def engine(self, speculation: str | Speculation | None = None, answers: bool = False) -> Engine:
+    def engine(self, speculation: str | Speculation | None = None, answers: bool = False, **options: Any) -> Engine:
         """A fresh engine over this model. Only one may run at a time: they share the KV cache.
 
-        The output is text that goes on after the prompt, or with `answers` a text of its own.
+        The output is text that goes on after the prompt, or with `answers` a text of its own. `options` are Engine's.
         """
         chosen = self.speculation if speculation is None else _parse(speculation)
-        return Engine(
-            self.target,
-            chosen.make(),
-            chosen.k,
-            max_num_seqs=self.max_num_seqs,
-            new_detokenizer=partial(self.tokenizer.stream, continuing=not answers),
+        texts = ModelTexts(self.tokenizer, self._grammars, continuing=not answers)
+        options = {"max_num_seqs": self.max_num_seqs, **options}
+        return Engine(self.target, chosen.make(), chosen.k, texts=texts, **options)
+
+    def _echo(self, prompt: Prompt, request: Request, chat: bool) -> str:
+        if not request.params.echo:
+            return ""
+        if isinstance(prompt, str) and not chat:
+            return prompt
+        return self.tokenizer.decode(request.prompt, skip_special=False)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> tuple[Logprob, ...]:
+        def named(token: int, logprob: float, top: tuple[Logprob, ...] = ()) -> Logprob:
+            return Logprob(token, self.tokenizer.token_bytes(token).decode(errors="replace"), logprob, top)
+
+        return tuple(
+            named(entry.token, entry.logprob, tuple(named(token, logprob) for token, logprob in entry.top))
+            for entry in entries
         )
 
-    def _completion(self, request: Request, text: str) -> Completion:
-        timings, counts = request.timings, request.counts
+    def _completion(self, request: Request, text: str, first: Request) -> Completion:
+        """`first` is the first sample of the prompt, which alone has computed it."""
+        timings, counts, params = request.timings, request.counts, request.params
         assert request.finish_reason is not None
         return Completion(
             text=text,
@@ -212,8 +267,36 @@ class LLM:
                     name: {"drafted": drafter.drafted, "accepted": drafter.accepted}
                     for name, drafter in counts.by_drafter.items()
                 },
+                "drafted_at": list(counts.drafted_at),
+                "accepted_at": list(counts.accepted_at),
             },
+            error=request.error,
+            logprobs=None if params.logprobs is None else self._logprobs(request.logprobs),
+            prompt_logprobs=None if first.params.prompt_logprobs is None else self._logprobs(first.prompt_logprobs),
         )
+
+
+@dataclass(frozen=True)
+class ModelTexts:
+    """A tokenizer as the engine sees it (output.Texts)."""
+
+    tokenizer: Tokenizer
+    grammars: GrammarCompiler
+    continuing: bool
+
+    def new_detokenizer(self) -> Detokenizer:
+        return self.tokenizer.stream(continuing=self.continuing)
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """With and without a space before it, as most tokenizers write the two differently."""
+        bare = word.lstrip()
+        if not bare:
+            raise InputError(f"the bad word {word!r} is only space")
+        spelled = [self.tokenizer.encode(text, special=False) for text in (bare, " " + bare)]
+        return [ids for index, ids in enumerate(spelled) if ids not in spelled[:index]]
+
+    def grammar(self, structured: StructuredOutput) -> Grammar:
+        return self.grammars.compile(structured)
 
 
 def _parse(speculation: str | Speculation) -> Speculation:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from pilotfish.history import Grammar
+from pilotfish.params import StructuredOutput
+
 
 class Detokenizer(Protocol):
     """Turns ids into text without ever giving half a character."""
@@ -14,20 +17,39 @@ class Detokenizer(Protocol):
     def finish(self) -> str: ...
 
 
+class Texts(Protocol):
+    """What the engine needs of a tokenizer, for requests that speak of text."""
+
+    def new_detokenizer(self) -> Detokenizer:
+        """One for each request."""
+
+    def spellings(self, word: str) -> Sequence[Sequence[int]]:
+        """The token sequences that write a bad word, at the beginning of a text and within it."""
+
+    def grammar(self, structured: StructuredOutput) -> Grammar:
+        """Its state before the first token. Raises InputError when it makes no sense."""
+
+
 class OutputText:
     """The visible text of one request. `push` and `finish` give what may be shown, `stopped` says a stop string came.
 
-    Text that might be the beginning of a stop string is held back until it is decided.
+    Text that might be the beginning of a stop string is held back until it is decided. The text of the first
+    `min_tokens` tokens is never searched, as in vLLM.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._exempt = min_tokens  # tokens to come whose text is not searched
         self._held = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        return self._release(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self._exempt:
+            self._exempt -= 1
+            return text
+        return self._release(text)
 
     def finish(self) -> str:
         """What was held back, unless a stop string has ended the text."""

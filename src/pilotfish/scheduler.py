@@ -13,13 +13,16 @@ from pilotfish.errors import InputError
 from pilotfish.kv.pool import BlockPool
 
 
-@dataclass
+@dataclass(eq=False)  # compared as objects: they are looked for in lists
 class Entry:
     """The ledger's view of one request."""
 
     id: int
     length: int  # committed tokens
     limit: int  # tokens it may have at most
+    prompt: int  # tokens it came with
+    chunk: int | None = None  # tokens it computes in a step at most; None: what the token budget leaves
+    sibling: int | None = None  # a request with the same prompt, whose blocks it shares once they are computed
     computed: int = 0  # tokens whose KV is in its blocks
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
@@ -58,16 +61,18 @@ class Scheduler:
         self.block_size = block_size
         self.token_budget = token_budget
         self.max_num_seqs = max_num_seqs
+        self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # oldest first
         self._waiting: list[Entry] = []
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._entries)
 
-    def add(self, id: int, length: int, limit: int) -> None:
-        """Queue a request of `length` tokens that may grow to `limit`.
+    def add(self, id: int, length: int, limit: int, chunk: int | None = None, sibling: int | None = None) -> None:
+        """Queue a request of `length` tokens that may grow to `limit`, computed at most `chunk` at a time.
 
-        Raises InputError when it could not run even alone.
+        `sibling` is an earlier request whose first `length` tokens are the same. Raises InputError when the request
+        could not run even alone.
         """
         if length < 1:
             raise InputError("the prompt is empty; give at least one token")
@@ -77,7 +82,8 @@ class Scheduler:
                 f"the request may need {limit} tokens of KV cache, the cache holds "
                 f"{self.pool.num_blocks * self.block_size}; ask for fewer tokens or give more memory"
             )
-        self._waiting.append(Entry(id, length, limit))
+        self._entries[id] = Entry(id, length, limit, length, chunk, sibling)
+        self._waiting.append(self._entries[id])
 
     def schedule(self, budgets: Callable[[int], int]) -> StepPlan:
         """Plan one step; `budgets(id)` is the draft budget a generating request may have."""
@@ -92,7 +98,7 @@ class Scheduler:
                 break
             if entry not in self._running:  # preempted below for an older one
                 continue
-            count = min(entry.length - entry.computed, left)
+            count = min(entry.length - entry.computed, left, entry.chunk or left)
             last = entry.computed + count == entry.length
             depth = max(0, entry.limit - entry.length - 1) if last else 0
             budget = min(budgets(entry.id), left - count) if depth else 0
@@ -120,15 +126,12 @@ class Scheduler:
 
     def finish(self, id: int) -> None:
         """Forget a request, wherever it stands, and free its blocks."""
-        entry = self.entry(id)
+        entry = self._entries.pop(id)
         self.pool.release(entry.blocks)
         (self._running if entry in self._running else self._waiting).remove(entry)
 
     def entry(self, id: int) -> Entry:
-        for entry in (*self._running, *self._waiting):
-            if entry.id == id:
-                return entry
-        raise KeyError(id)
+        return self._entries[id]
 
     def check(self) -> None:
         """Prove that the ledger is sound; raises AssertionError when it is not."""
@@ -140,19 +143,37 @@ class Scheduler:
         for entry in self._waiting:
             assert entry.computed == 0 and not entry.blocks
         ids = [entry.id for entry in (*self._running, *self._waiting)]
-        assert len(set(ids)) == len(ids)
+        assert len(ids) == len(self._entries) and set(ids) == set(self._entries)
 
     def _blocks_for(self, slots: int) -> int:
         return -(-slots // self.block_size)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_num_seqs:
-            entry = self._waiting[0]
+        if len(self._running) == self.max_num_seqs:
+            return
+        for entry in list(self._waiting):
+            if len(self._running) == self.max_num_seqs:
+                break
+            shared = self._shared_blocks(entry)
+            if shared is None:
+                continue  # its sibling computes them now or stands before it in the queue
             # A first chunk must fit beside the running ones, else it would be preempted at once.
             chunk = min(entry.length, self.token_budget)
             if self._running and self.pool.num_free < self._blocks_for(chunk) + len(self._running):
                 break
-            self._running.append(self._waiting.pop(0))
+            self.pool.share(shared)
+            entry.blocks.extend(shared)
+            entry.computed = len(shared) * self.block_size
+            self._waiting.remove(entry)
+            self._running.append(entry)
+
+    def _shared_blocks(self, entry: Entry) -> list[int] | None:
+        """The sibling's full blocks before the prompt's last token, None while they are not all computed."""
+        sibling = None if entry.sibling is None else self._entries.get(entry.sibling)
+        if sibling is None:  # ended, or there never was one
+            return []
+        full = (entry.prompt - 1) // self.block_size
+        return sibling.blocks[:full] if sibling.computed >= full * self.block_size else None
 
     def _grow(self, entry: Entry, slots: int) -> bool:
         blocks = self.pool.allocate(max(0, self._blocks_for(slots) - len(entry.blocks)))

@@ -9,10 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+Probs = NDArray[np.float64]
+
+LAW_TOLERANCE = 1e-6  # how far the sum of a law may be from 1
 
 
 def _ints(values: Sequence[int] | Ints) -> Ints:
     return np.ascontiguousarray(values, dtype=np.int32)
+
+
+def _check_law(law: Probs, token: int, drawn_before: Sequence[int], vocab_size: int) -> None:
+    if not isinstance(law, np.ndarray) or law.dtype != np.float64 or law.shape != (vocab_size,):
+        raise ValueError(f"a law must be an array of {vocab_size} float64")
+    if not (law >= 0).all() or not abs(law.sum() - 1) <= LAW_TOLERANCE:  # a NaN fails both
+        raise ValueError("a law must have no negative number and the sum 1")
+    if law[token] == 0:
+        raise ValueError(f"token {token} has probability 0 in the law that it was drawn from")
+    if law[list(drawn_before)].any():
+        raise ValueError("the law of a sibling allows a token that was drawn before it")
 
 
 @dataclass(frozen=True)
@@ -21,11 +35,17 @@ class DraftTree:
 
     `parents[i] < i`; -1 stands for the root, the last committed token, which is not part of the tree.
     Siblings carry different tokens.
+
+    `laws[i]` is the law [vocab] that token i was *drawn* from, given its parent's path and its siblings drawn before:
+    without replacement, the parent's distribution less those siblings, renormalised. It is the law of the draw itself,
+    after every filter. None: the token was not drawn but fixed by the context (n-gram, greedy, top-k), a point mass.
+    No laws at all mean None everywhere. Siblings that were drawn stand in the order of drawing.
     """
 
     tokens: Ints  # [nodes]
     parents: Ints  # [nodes]
     drafter: str = ""
+    laws: tuple[Probs | None, ...] = ()
 
     @staticmethod
     def empty() -> DraftTree:
@@ -50,7 +70,30 @@ class DraftTree:
         """The tree of the first `nodes` nodes: parents come before children, so it is a tree too."""
         if nodes >= len(self):
             return self
-        return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.drafter)
+        return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.drafter, self.laws[:nodes])
+
+    def select(self, keep: Sequence[bool]) -> DraftTree:
+        """The tree of the nodes with `keep` [nodes] whose ancestors are kept too.
+
+        Raises ValueError when `keep` has another length.
+        """
+        if len(keep) != len(self):
+            raise ValueError(f"{len(keep)} choices for a tree of {len(self)} nodes")
+        place = {-1: -1}
+        for node, parent in enumerate(self.parents.tolist()):
+            if keep[node] and parent in place:
+                place[node] = len(place) - 1
+        kept = [node for node in place if node >= 0]
+        return DraftTree(
+            self.tokens[kept],
+            _ints([place[int(self.parents[node])] for node in kept]),
+            self.drafter,
+            tuple(self.laws[node] for node in kept) if self.laws else (),
+        )
+
+    def law(self, node: int) -> Probs | None:
+        """The law that the token of `node` was drawn from; None when it was not drawn."""
+        return self.laws[node] if self.laws else None
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (-1: root) that carries `token`."""
@@ -60,11 +103,13 @@ class DraftTree:
         return None
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError unless this is a tree over the vocabulary."""
+        """Raise ValueError unless this is a tree over the vocabulary, with laws its tokens can have been drawn from."""
         if self.tokens.shape != self.parents.shape or self.tokens.ndim != 1:
             raise ValueError("tokens and parents must be two rows of one length")
         if self.tokens.dtype.kind != "i" or self.parents.dtype.kind != "i":
             raise ValueError("tokens and parents must be whole numbers")
+        if len(self.laws) not in (0, len(self)):
+            raise ValueError(f"{len(self.laws)} laws for {len(self)} nodes")
         if len(self) == 0:
             return
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
@@ -74,6 +119,11 @@ class DraftTree:
         pairs = set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
         if len(pairs) != len(self):
             raise ValueError("two siblings carry the same token")
+        drawn: dict[int, list[int]] = {}  # parent -> tokens of its children drawn so far
+        for law, token, parent in zip(self.laws, self.tokens.tolist(), self.parents.tolist(), strict=False):
+            if law is not None:
+                _check_law(law, token, drawn.setdefault(parent, []), vocab_size)
+                drawn[parent].append(token)
 
 
 @dataclass(frozen=True)

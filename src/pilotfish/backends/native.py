@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 import pilotfish._native as _native
 from pilotfish.errors import InputError
+from pilotfish.params import SamplingParams
 from pilotfish.program import (
     KV,
     Attention,
@@ -30,8 +32,8 @@ from pilotfish.program import (
     Tap,
 )
 from pilotfish.quant import Tensor
-from pilotfish.request import SamplingParams
-from pilotfish.sampling import broken_row
+from pilotfish.sampling import Ids, broken_row
+from pilotfish.sampling import choose as choose_by_rule
 from pilotfish.tree import TreeBatch
 
 PATH_VARIABLE = "PILOTFISH_PATH"
@@ -281,6 +283,7 @@ def _wanted_path() -> str | None:
     return os.environ.get(PATH_VARIABLE) or None
 
 
+@cache  # it is asked for every sampled token
 def _choose_path(wanted: str | None) -> str:
     runnable = path_names()
     if wanted is None:
@@ -295,14 +298,29 @@ def _choose_path(wanted: str | None) -> str:
 def choose(logits: Floats, params: SamplingParams, seed: int, position: int, path: str | None = None) -> int:
     """The token that `sampling.choose` gives for `logits` [vocab], fast and with the interpreter lock released.
 
-    `path` is that of `NativeBackend`. Raises PilotfishError if the highest logit is not finite.
+    `path` is that of `NativeBackend`. Rows with a `typical_p` take the time of the rule itself, which no kernel knows.
+    Raises PilotfishError if the highest logit is not finite.
     """
     path = _choose_path(path or _wanted_path())
+    if params.typical_p < 1 and params.temperature > 0:
+        return choose_by_rule(logits, params, seed, position)
     top_k = min(params.top_k, len(logits))
     token = _native.sample(path, logits, params.temperature, params.min_p, top_k, params.top_p, seed, position)
     if token < 0:
         raise broken_row(logits)
     return cast(int, token)
+
+
+def log_probabilities(logits: Floats, top: int, path: str | None = None) -> tuple[float, Ids]:
+    """What `sampling.log_probabilities` gives for `logits` [vocab], fast and with the interpreter lock released.
+
+    `path` is that of `NativeBackend`. Raises PilotfishError if the highest logit is not finite, ValueError if `top` is
+    not from 0 to 20.
+    """
+    found = _native.log_probabilities(_choose_path(path or _wanted_path()), logits, top)
+    if found is None:
+        raise broken_row(logits)
+    return cast(tuple[float, Ids], found)
 
 
 def usable_cores() -> int:

@@ -20,6 +20,7 @@ class DraftRequest:
     tokens: Sequence[int]  # committed: prompt and output so far
     budget: int  # most nodes of the tree, at least 1
     max_depth: int  # deeper drafts could not be emitted, at least 1
+    forced: Sequence[int] = ()  # what the request's structured output leaves no choice about
 
 
 class Drafter(Protocol):
@@ -38,6 +39,7 @@ class Drafter(Protocol):
 # defaults, and is made from them by name.
 DRAFTERS: Mapping[str, str] = {
     "ngram": "pilotfish.drafters.ngram:NgramDrafter",
+    "grammar": "pilotfish.drafters.grammar:GrammarDrafter",
 }
 # Named in the design, not built yet: an honest answer is better than "unknown".
 PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle", "auto")
@@ -66,10 +68,12 @@ class Speculation:
     options: Mapping[str, int] = field(default_factory=dict)
 
     def make(self) -> Drafter | None:
-        """The drafter, or None for "off"."""
+        """The drafter, or None for "off". Whatever it is, what a grammar forces is drafted without asking it."""
         if self.method == "off":
             return None
-        return cast(Drafter, drafter_class(self.method)(**self.options))
+        grammar = drafter_class("grammar")
+        made = grammar() if self.method == "grammar" else grammar(drafter_class(self.method)(**self.options))
+        return cast(Drafter, made)
 
 
 def drafter_class(name: str) -> Any:

@@ -50,6 +50,10 @@ class BlockPool:
             if self._references[block] == 0:
                 self._free.append(block)
 
+    def references(self, block: int) -> int:
+        """How many hold `block`; 0: it is free."""
+        return self._references[block]
+
     def check(self, held: Sequence[Sequence[int]] = ()) -> None:
         """Prove free + held = all. `held` lists the blocks of every holder; raises AssertionError when it is not so."""
         references = [0] * self.num_blocks

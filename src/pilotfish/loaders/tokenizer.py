@@ -78,13 +78,17 @@ class Tokenizer:
             ids = [*(() if tuple(ids[: len(prefix)]) == prefix else prefix), *ids, *suffix]
         return ids
 
+    @property
+    def has_chat_template(self) -> bool:
+        return "default" in self._vocabulary.chat_templates
+
     def chat_template(self) -> ChatTemplate:
         """The model's own chat template; encode what it renders with `special=True`.
 
         Raises InputError where the model has none or a broken one.
         """
         templates = self._vocabulary.chat_templates
-        if "default" not in templates:
+        if not self.has_chat_template:
             raise InputError("the model has no chat template; give it the bare text (without --chat)")
         bos, eos = self._piece(self._vocabulary.bos_id), self._piece(self._vocabulary.eos_id)
         return ChatTemplate(templates["default"], bos, eos, templates.get("tool_use"))
