@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from pilotfish.cli import app
+from pilotfish.compare import PROMPTS
 
 
 def _run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -67,6 +71,108 @@ def test_sampling_is_repeatable(smollm2_path: Path) -> None:
     assert _json(*arguments, "--seed", str(first["seed"]))["tokens"] == first["tokens"]
 
 
+def test_every_flag_of_sampling_reaches_the_tokens(smollm2_path: Path, tmp_path: Path) -> None:
+    """Each flag alone changes an answer; that it changes it rightly is tested where it is done."""
+
+    def _json(*arguments: str | Path) -> Any:  # without a process for each
+        done = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
+        return json.loads(done.stdout)
+
+    base = ("generate", smollm2_path, "--prompt", "The ship left the harbour and the", "--max-tokens", "12")
+    plain = _json(*base)
+    first, second = plain["tokens"][:2]
+    second_piece = _json(*base, "--logprobs", "0")["logprobs"][1]["text"]
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}')
+    grammar.write_text('root ::= "yes" | "no"')
+    for flags in (
+        ("--logit-bias", f"{first}=-50"),
+        ("--banned-token-ids", str(first)),
+        ("--allowed-token-ids", "5,6,7"),
+        ("--bad-word", second_piece),
+        ("--repetition-penalty", "1.8"),
+        ("--frequency-penalty", "2"),
+        ("--presence-penalty", "2"),
+        ("--stop-token-ids", str(second)),
+        ("--stop", second_piece),
+        ("--json-object",),
+        ("--json-schema", schema),
+        ("--regex", "[0-9]+"),
+        ("--choice", "left", "--choice", "right"),
+        ("--grammar", grammar),
+    ):
+        assert _json(*base, *flags)["tokens"] != plain["tokens"], flags
+    sampled = (*base, "--temperature", "1.3", "--seed", "5")
+    free = _json(*sampled)["tokens"]
+    for flags in (
+        ("--top-k", "2"),
+        ("--top-p", "0.2"),
+        ("--min-p", "0.6"),
+        ("--typical-p", "0.1"),
+        ("--temperature", "0.2"),
+        ("--seed", "6"),
+    ):
+        assert _json(*sampled, *flags)["tokens"] != free, flags
+    stopped = (*base, "--stop-token-ids", str(first))
+    assert len(_json(*stopped)["tokens"]) == 1 and len(_json(*stopped, "--min-tokens", "4")["tokens"]) >= 4
+    ratio = _json(*sampled, "--speculation", "ngram:k=4", "--acceptance", "ratio")
+    assert len(ratio["tokens"]) == 12
+
+
+def test_structured_output(smollm2_path: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}}, '
+        '"required": ["name", "age"], "additionalProperties": false}'
+    )
+    base = (
+        "generate",
+        smollm2_path,
+        "--chat",
+        "--prompt",
+        "Mara is 34. Give her name and age.",
+        "--json-schema",
+        schema,
+    )
+    plain, forced = _json(*base), _json(*base, "--speculation", "grammar")
+    assert plain["tokens"] == forced["tokens"] and plain["finish_reason"] == "stop"
+    assert set(json.loads(plain["text"])) == {"name", "age"}
+    counts = forced["speculation"]["by_drafter"]["grammar"]
+    assert counts["accepted"] == counts["drafted"] > 3
+    nothing = _run(*base, "--allowed-token-ids", "5")
+    assert nothing.returncode == 1 and "no token is left" in nothing.stderr and "Traceback" not in nothing.stderr
+
+
+def test_samples_and_log_probabilities(smollm2_path: Path) -> None:
+    base = ("generate", smollm2_path, "--prompt", "Once upon a time", "--max-tokens", "6", "--temperature", "1")
+    several = _json(*base, "--seed", "8", "--n", "3", "--echo", "--logprobs", "2", "--prompt-logprobs", "1")["samples"]
+    assert len({sample["text"] for sample in several}) == 3
+    for index, sample in enumerate(several):
+        assert sample["tokens"] == _json(*base, "--seed", str(8 + index))["tokens"] and sample["seed"] == 8 + index
+        assert sample["text"].startswith("Once upon a time")
+        assert [entry["token"] for entry in sample["logprobs"]] == sample["tokens"]
+        assert all(
+            len(entry["top"]) == 2 and entry["logprob"] <= entry["top"][0]["logprob"] < 0
+            for entry in sample["logprobs"]
+        )
+        assert [entry["text"] for entry in sample["prompt_logprobs"]] == [" upon", " a", " time"]
+    spoken = _run(*base, "--seed", "8", "--n", "2")
+    assert spoken.returncode == 0 and "sample 2 of 2, seed 9" in spoken.stderr
+
+
+def test_verify_finds_nothing(smollm2_path: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"class": kind, "prompt": prompt}) for kind, prompt in PROMPTS[5:7]))
+    arguments = ("verify", smollm2_path, "--prompts", prompts, "--max-tokens", "40", "--speculation", "ngram:k=5")
+    report = _json(*arguments, "--temperature", "0")
+    assert report["differences"] == []
+    assert [run["setting"] for run in report["runs"]] == ["T=0", "T=0 adjusted"]
+    assert all(run["answers"] == 4 and run["tokens"] > 20 for run in report["runs"])
+    assert report["runs"][0]["acceptance_by_position"][0] > 0
+    spoken = _run(*arguments, "--temperature", "0.7")
+    assert spoken.returncode == 0 and "every bit of the logits" in spoken.stdout
+
+
 def test_bench_json(smollm2_path: Path, tmp_path: Path) -> None:
     curve = _json("bench", "curve", smollm2_path, "--rows", "1,3", "--repeat", "1")
     assert curve["rows"] == [1, 3] and len(curve["median_ms"]) == 2 and curve["ratio"][0] == 1
@@ -102,7 +208,7 @@ def test_bench_curve_shows_where_the_time_goes(smollm2_path: Path) -> None:
 def test_help_names_the_commands() -> None:
     done = _run("--help")
     assert done.returncode == 0
-    assert "generate" in done.stdout and "bench" in done.stdout
+    assert all(command in done.stdout for command in ("generate", "verify", "bench"))
     assert "--speculation" in _run("generate", "--help").stdout
 
 
@@ -133,6 +239,19 @@ MODEL = object()  # stands for the real model's path
         (("generate", MODEL, "--prompt", "x", "--frobnicate"), "--frobnicate"),
         (("generate",), "MODEL"),
         (("frobnicate",), "frobnicate"),
+        (("generate", MODEL, "--prompt", "x", "--logit-bias", "a=1"), "is not ID=X"),
+        (("generate", MODEL, "--prompt", "x", "--banned-token-ids", "1;2"), "commas between"),
+        (("generate", MODEL, "--prompt", "x", "--stop-token-ids", "49152"), "ids 0..49151"),
+        (("generate", MODEL, "--prompt", "x", "--bad-word", " "), "only space"),
+        (("generate", MODEL, "--prompt", "x", "--logprobs", "1"), "need --json"),
+        (("generate", MODEL, "--prompt", "x", "--acceptance", "lossy"), "one of match, ratio"),
+        (("generate", MODEL, "--prompt", "x", "--json-object", "--regex", "a"), "exactly one of"),
+        (("generate", MODEL, "--prompt", "x", "--json-schema", "nowhere.json"), "nowhere.json"),
+        (("generate", MODEL, "--prompt", "x", "--regex", "(a"), "regex does not compile"),
+        (("generate", MODEL, "--prompt", "x", "--n", "0"), "n is 0"),
+        (("verify", MODEL, "--speculation", "nothing"), "no drafter 'nothing'"),
+        (("verify", MODEL, "--temperature", "-1"), "temperature is -1"),
+        (("verify", MODEL, "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
         (("bench", "curve", MODEL, "--rows", "1,x"), "--rows"),
         (("bench", "curve", MODEL, "--rows", "0"), "--rows"),
         (("bench", "curve", MODEL, "--context", "8192"), "8192"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pilotfish import LLM, SamplingParams
+from pilotfish import LLM, SamplingParams, StructuredOutput
 from pilotfish.backends.native import NativeBackend, path_names
 from pilotfish.bench import read_prompts
 from pilotfish.loaders import load_model
@@ -41,6 +43,62 @@ def test_text_with_speculation_is_the_text_without(smollm2: LLM, temperature: fl
         assert found.finish_reason == expected.finish_reason
     assert sum(completion.speculation["accepted"] for completion in drafted) > 20
     assert len({completion.tokens for completion in plain}) > 40, "the prompts should lead to different texts"
+
+
+FORMS = {
+    "schema": StructuredOutput(
+        json_schema={
+            "type": "object",
+            "properties": {
+                "title": {"type": "string", "maxLength": 24},
+                "tags": {"type": "array", "items": {"enum": ["old", "new", "none of these"]}, "maxItems": 3},
+            },
+            "required": ["title", "tags"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": StructuredOutput(regex=r"The answer is [0-9]{1,3}(\.[0-9]{2})? (units|pieces)\."),
+    "grammar": StructuredOutput(grammar='root ::= "- " item ("\\n- " item)*\nitem ::= [a-z ]{3,12}'),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_structured_output_is_the_same_and_takes_fewer_steps(smollm2: LLM, form: str, temperature: float) -> None:
+    params = SamplingParams(
+        max_tokens=48, temperature=temperature, seed=3, structured=FORMS[form], frequency_penalty=0.3, logprobs=1
+    )
+    prompts = [sample.prompt for sample in PROMPTS[::8]]
+    plain = [smollm2.generate(prompt, params, chat=True)[0] for prompt in prompts]
+    for speculation in ("grammar", "ngram:k=6"):
+        drafted = smollm2.generate(prompts, params, chat=True, speculation=speculation)
+        for expected, found in zip(plain, drafted, strict=True):
+            assert (found.tokens, found.text, found.finish_reason) == (
+                expected.tokens,
+                expected.text,
+                expected.finish_reason,
+            )
+            assert found.logprobs == expected.logprobs
+        if form != "grammar":  # which leaves a choice everywhere
+            assert sum(completion.speculation["by_drafter"]["grammar"]["accepted"] for completion in drafted) > 10
+    for completion in plain:
+        if form == "schema" and completion.finish_reason == "stop":
+            assert set(json.loads(completion.text)) == {"title", "tags"}
+        if form == "regex":
+            assert re.fullmatch(str(FORMS[form].regex), completion.text)
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block", "multi", "typical-lossy"])
+def test_rules_by_name_run_on_the_real_model(smollm2: LLM, rule: str) -> None:
+    """Their laws are tested elsewhere; greedy, all but none are plain decoding."""
+    prompts = [sample.prompt for sample in PROMPTS[:4]]
+    sampled = SamplingParams(max_tokens=24, temperature=0.7, top_p=0.95, seed=1, acceptance=rule)
+    completions = smollm2.generate(prompts, sampled, chat=True, speculation="ngram:k=4")
+    assert sum(completion.speculation["accepted"] for completion in completions) > 0
+    greedy = SamplingParams(max_tokens=24, acceptance=rule)
+    plain = smollm2.generate(prompts, SamplingParams(max_tokens=24), chat=True)
+    drafted = smollm2.generate(prompts, greedy, chat=True, speculation="ngram:k=4")
+    assert [completion.tokens for completion in drafted] == [completion.tokens for completion in plain]
 
 
 class _Bits:

@@ -38,6 +38,7 @@ LEVELS = {
     "profile": 6,
     "cli": 6,
     "generate": 6,
+    "files": 6,
     "compare": 6,
     "__main__": 6,
 }

@@ -21,9 +21,10 @@ from rich.table import Table
 from pilotfish.backends.native import NativeExecutable, gmac_per_s, read_gb_per_s
 from pilotfish.drafters.base import parse_speculation
 from pilotfish.errors import InputError
+from pilotfish.files import read_text
 from pilotfish.llm import LLM
 from pilotfish.metrics import now_ms
-from pilotfish.params import SamplingParams
+from pilotfish.params import SamplingParams, StructuredOutput
 from pilotfish.profile import Cost, costs
 from pilotfish.profile import table as profile_table
 from pilotfish.program import BLOCK_SIZE
@@ -117,6 +118,7 @@ def decode(
     speculation: Annotated[list[str] | None, typer.Option(metavar="S", help="may be repeated; off always runs")] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T")] = 0.0,
+    json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="answers are JSON of this schema")] = None,
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="runs of each prompt and setting")] = 1,
     weights: Annotated[str | None, typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads")] = None,
@@ -127,7 +129,12 @@ def decode(
     parsed = {text: parse_speculation(text) for text in settings}
     samples = read_prompts(prompts)
     llm = LLM(model, threads=threads, weights=weights)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
+    structured = (
+        None if json_schema is None else StructuredOutput(json_schema=read_text(str(json_schema), "JSON schema"))
+    )
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True, structured=structured
+    )
     runs: dict[str, dict[str, list[_Run]]] = {text: {} for text in settings}
     settings_in_turn = list(settings)
     for sample in track(samples, description="prompts", console=Console(stderr=True), disable=not sys.stderr.isatty()):
@@ -174,10 +181,7 @@ def decode(
 
 def read_prompts(path: Path) -> list[Sample]:
     """Read a workload. Raises InputError with the line that is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"can not read the prompts {path}: {error}") from None
+    lines = read_text(str(path), "prompts").splitlines()
     samples = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -52,7 +52,7 @@ PROMPTS = (
     ("maths", "A train takes 45 minutes for 60 kilometres. How fast is it on average? Show each step."),
 )
 LIKELIEST = 5  # tokens that the report of a difference shows
-POSITIONS = 8  # columns of acceptance
+POSITIONS = 6  # of drafts whose acceptance is told apart
 BATCH = {"max_num_seqs": 8, "token_budget": 40}  # small, so that prompts come in chunks beside generating requests
 ADJUSTED: dict[str, Any] = {
     "top_k": 60,
@@ -157,7 +157,7 @@ def _settings(temperatures: Sequence[float], max_tokens: int) -> dict[str, Sampl
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, logprobs=LIKELIEST)
         adjusted = {**ADJUSTED, "min_tokens": min(ADJUSTED["min_tokens"], max_tokens)}
         settings[f"T={temperature:g}"] = params
-        settings[f"T={temperature:g}, filters, penalties"] = replace(params, **adjusted)
+        settings[f"T={temperature:g} adjusted"] = replace(params, **adjusted)
     return settings
 
 
@@ -220,15 +220,17 @@ def _counts(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def _table(title: str, runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title, caption="1, 2, ...: how often a draft at that position was accepted")
+    caption = "adjusted: with filters and penalties; accepted: how often drafts at positions 1, 2, ... were, in %"
+    table = Table(title=title, caption=caption)
     for heading in ("speculation", "setting"):
-        table.add_column(heading)
-    for heading in ("answers", "tokens", "differ", "acceptance length", *map(str, range(1, POSITIONS + 1))):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, no_wrap=True)
+    for heading in ("tokens", "differ", "acceptance\nlength"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("accepted", no_wrap=True)
     for run in runs:
-        rates = ["" if rate is None else f"{rate:.2f}" for rate in run["acceptance_by_position"]]
-        figures = (run["answers"], run["tokens"], run["differences"] or "none", f"{run['acceptance_length']:.2f}")
-        table.add_row(run["speculation"], run["setting"], *map(str, figures), *rates)
+        rates = " ".join("--" if rate is None else f"{100 * rate:2.0f}" for rate in run["acceptance_by_position"])
+        figures = str(run["tokens"]), str(run["differences"] or "none"), f"{run['acceptance_length']:.2f}"
+        table.add_row(run["speculation"], run["setting"], *figures, rates)
     return table
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pilotfish.drafters.base import parse_speculation, parse_speculative_config
 from pilotfish.errors import InputError, PilotfishError
+from pilotfish.files import read_text
 from pilotfish.llm import LLM, Completion
 from pilotfish.params import ACCEPTANCE_RULES, MAX_LOGPROBS, SamplingParams, StructuredOutput
 
@@ -201,10 +201,10 @@ def _structured(
         return None
     return StructuredOutput(
         json_object=json_object,
-        json_schema=None if json_schema is None else _read_file(json_schema, "JSON schema"),
+        json_schema=None if json_schema is None else read_text(json_schema, "JSON schema"),
         regex=regex,
         choice=choice,
-        grammar=None if grammar is None else _read_file(grammar, "grammar"),
+        grammar=None if grammar is None else read_text(grammar, "grammar"),
     )
 
 
@@ -229,16 +229,4 @@ def _ids(flag: str, text: str | None) -> list[int]:
 def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise InputError("give the prompt with --prompt TEXT or --prompt-file FILE, one of the two")
-    return prompt if prompt is not None else _read_file(str(prompt_file), "prompt")
-
-
-def _read_file(file: str, what: str) -> str:
-    """A text file, or stdin for -."""
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise InputError(f"can not read the {what} file {file}: {error.strerror}") from None
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"the {what} file {file} is not UTF-8 text: byte {error.start} is invalid") from None
+    return prompt if prompt is not None else read_text(str(prompt_file), "prompt")
