@@ -73,7 +73,7 @@ class Letters:
     def finish(self) -> str:
         return ""
 
-    def new_detokenizer(self) -> Detokenizer:
+    def new_detokenizer(self, answers: bool | None) -> Detokenizer:
         return self
 
     def spellings(self, word: str) -> list[list[int]]:

@@ -49,10 +49,14 @@ def test_steps_without_drafts_teach_nothing() -> None:
 
 
 def test_fixed_budgets_stay() -> None:
-    controller = BudgetController(16, fixed=5)
-    controller.observe(1, 5, 0)
-    controller.observe(1, 5, 0)
-    assert controller.budget(1) == 5
+    controller = BudgetController(16)
+    controller.fix(1, 5)
+    for _ in range(3):
+        controller.observe(1, 5, 0)
+    assert controller.budget(1) == controller.fixed(1) == 5
+    assert controller.budget(2) == FIRST and controller.fixed(2) is None
+    controller.end(1)
+    assert controller.fixed(1) is None
 
 
 def test_requests_are_apart_and_budgets_stay_in_range() -> None:

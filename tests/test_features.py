@@ -131,8 +131,8 @@ def _run(
         for update in engine.step():
             answers[update.request.id].text += update.text
         engine.check()
-    assert engine.drafter_failures == 0
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.drafting.failures == 0
+    assert engine.stats().kv_usage == 0
     return list(answers.values())
 
 

@@ -133,7 +133,7 @@ def _answers(
     requests = [engine.add(PROMPT, replace(params, seed=seed))[0] for seed in range(samples)]
     for _ in engine.run():
         pass
-    assert engine.drafter_failures == 0
+    assert engine.drafting.failures == 0
     assert draw is None or np.mean([request.counts.accepted for request in requests]) > 0.1
     counts = Counter(tuple(request.output) for request in requests)
     found = np.zeros((VOCAB, VOCAB, VOCAB))

@@ -33,12 +33,16 @@ LEVELS = {
     "drafters": 4,
     "output": 5,
     "engine": 5,
+    "active": 5,
+    "drafting": 5,
     "llm": 6,
     "bench": 6,
     "profile": 6,
     "cli": 6,
     "generate": 6,
     "files": 6,
+    "server": 6,
+    "load": 6,
     "compare": 6,
     "__main__": 6,
 }
@@ -88,8 +92,10 @@ def test_imports_go_down(path: Path) -> None:
 
 def test_only_the_engine_sees_ledger_and_compute() -> None:
     for path in MODULES:
-        levels = {LEVELS[_unit(module)] for module in _imports(path) if module.startswith("pilotfish.")}
-        if {LEDGER, COMPUTE} <= levels:
+        modules = {module for module in _imports(path) if module.startswith("pilotfish.")}
+        if LEVELS[path.relative_to(SOURCE).parts[0].removesuffix(".py")] == 6:
+            modules.discard("pilotfish.control.memory")  # the edges plan memory before there is an engine
+        if {LEDGER, COMPUTE} <= {LEVELS[_unit(module)] for module in modules}:
             assert path.name == "engine.py"
 
 

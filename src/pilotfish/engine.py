@@ -5,24 +5,28 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from pilotfish.active import Active, Update
 from pilotfish.control.budget import BudgetController
-from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest
+from pilotfish.control.latency import LatencyGuard
+from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest, Speculation
+from pilotfish.drafting import Ask, Drafting
 from pilotfish.errors import InputError, RequestError
 from pilotfish.history import History
 from pilotfish.kv.pool import BlockPool
 from pilotfish.metrics import now_ms
-from pilotfish.node_rows import NodeRows, cut_illegal, token_logprob
+from pilotfish.node_rows import NodeRows
 from pilotfish.output import OutputText, Texts
 from pilotfish.params import SamplingParams
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Program, Result
-from pilotfish.request import FinishReason, Request
+from pilotfish.request import Request
 from pilotfish.sampling import Chance, Logits
 from pilotfish.scheduler import Scheduled, Scheduler, StepPlan
 from pilotfish.tree import DraftTree, Rows, TreeBatch, Verdict
 from pilotfish.verify import RULES, Rule
 
+TOKEN_BUDGET = 512  # rows of a step at most
 LOGPROB_CHUNK = 64  # prompt tokens whose logits are kept at a time
 
 logger = logging.getLogger("pilotfish")
@@ -40,34 +44,35 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What a step brought to one request."""
+class StepReport:
+    """Where the time of a step went, in milliseconds."""
 
-    request: Request
-    tokens: tuple[int, ...]
-    text: str  # "" without a detokenizer
-    finished: bool
+    rows: int
+    draft_ms: float
+    forward_ms: float
+    step_ms: float
 
 
-@dataclass
-class _Active:
-    request: Request
-    text: OutputText | None
-    history: History | None  # None: nothing changes the logits
-    forced: list[int] = field(default_factory=list)  # what the grammar forces in the step that is planned
+@dataclass(frozen=True)
+class EngineStats:
+    """How the engine stands; counts are since its start."""
 
-    @property
-    def needs_logits(self) -> bool:
-        params = self.request.params
-        return params.temperature > 0 or params.logprobs is not None or self.history is not None
+    running: int
+    waiting: int
+    kv_usage: float  # blocks of running requests over all
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    drafter_failures: int
 
 
 class Engine:
     """Runs many requests in one batch. Not thread-safe: one thread steps it.
 
-    `draft_budget` fixes how many tokens are drafted in a step; without it the controller chooses. `texts` is needed for
-    requests with stop strings, bad words or structured output, and for updates with text. `watch` is called with each
-    request and the target's rows [vocab] behind its new tokens, as the model gave them, before they are forgotten.
+    `drafter` serves the requests that name no speculation of their own, with a fixed `draft_budget` or, without it, one
+    that the controller chooses. `texts` is needed for requests with stop strings, bad words or structured output, and
+    for updates with text. `watch` is called with each request and the target's rows [vocab] behind its new tokens, as
+    the model gave them, before they are forgotten.
     """
 
     def __init__(
@@ -77,40 +82,67 @@ class Engine:
         draft_budget: int | None = None,
         *,
         max_num_seqs: int = 8,
-        token_budget: int = 512,
+        token_budget: int = TOKEN_BUDGET,
         texts: Texts | None = None,
         watch: Callable[[Request, Sequence[Logits]], None] | None = None,
     ) -> None:
         self.target = target
-        self.drafter = drafter
-        self.budgets = BudgetController(ADAPTIVE_DRAFT_TOKENS, draft_budget)
-        self.drafter_failures = 0
-        self._parked = drafter is None
+        self.budgets = BudgetController(ADAPTIVE_DRAFT_TOKENS)
+        self.drafting = Drafting(drafter, target.program.vocab_size)
         self.scheduler = Scheduler(BlockPool(target.num_blocks), BLOCK_SIZE, token_budget, max_num_seqs)
+        self.last_step: StepReport | None = None
+        self._guard = LatencyGuard()
+        self._draft_budget = draft_budget
         self._texts = texts
         self._watch = watch
-        self._active: dict[int, _Active] = {}
+        self._active: dict[int, Active] = {}
         self._next_id = 0
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        speculation: Speculation | None = None,
+        priority: int = 0,
+        answers: bool | None = None,
+    ) -> list[Request]:
         """Queue a prompt: a request for each of its `params.n` samples, which share the prompt's KV.
 
-        Raises InputError when it can not be served.
+        Without `speculation` the engine's own drafter serves it. A lower `priority` goes earlier. `answers` says
+        whether the output is a text of its own or goes on after the prompt, by default what `texts` says. Raises
+        InputError when it can not be served.
         """
         limit = self._limit(prompt, params)
-        history = self._history(prompt, params)
+        end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.target.eos_ids)))
+        history = self._history(prompt, params, end_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        fixed = self._draft_budget if speculation is None else speculation.k
         requests: list[Request] = []
         for index in range(params.n):
             if index == 1:  # one sample tells of the prompt
                 params = replace(params, prompt_logprobs=None)
             request = Request(self._next_id, prompt, params, (seed + index) % 2**64)
-            # Logits of whole chunks of the prompt take memory, so these are short.
-            chunk = None if params.prompt_logprobs is None else LOGPROB_CHUNK
-            self.scheduler.add(request.id, len(prompt), limit, chunk, requests[0].id if requests else None)
-            texts = self._texts
-            text = OutputText(texts.new_detokenizer(), params.stop, params.min_tokens) if texts else None
-            self._active[request.id] = _Active(request, text, history.copy() if history and requests else history)
+            self.drafting.begin(request.id, speculation)
+            # Logits of whole chunks of the prompt take memory, so these are short; cached KV gives no logits.
+            wants_prompt = params.prompt_logprobs is not None
+            self.scheduler.add(
+                request.id,
+                request.tokens,
+                limit,
+                priority=priority,
+                chunk=LOGPROB_CHUNK if wants_prompt else None,
+                sibling=requests[0].id if requests else None,
+                reuse=not wants_prompt,
+            )
+            if fixed is not None:
+                self.budgets.fix(request.id, fixed)
+            text = None
+            if self._texts is not None:
+                text = OutputText(self._texts.new_detokenizer(answers), params.stop, params.min_tokens)
+            target_ms = None if speculation is None else speculation.latency_target_ms
+            own_history = history.copy() if history is not None and requests else history
+            self._active[request.id] = Active(request, end_ids, text, own_history, target_ms)
             self._next_id += 1
             requests.append(request)
         return requests
@@ -137,7 +169,7 @@ class Engine:
             raise InputError("stop strings, bad words and structured output need a tokenizer")
         return context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
 
-    def _history(self, prompt: Sequence[int], params: SamplingParams) -> History | None:
+    def _history(self, prompt: Sequence[int], params: SamplingParams, end_ids: frozenset[int]) -> History | None:
         if not params.adjusts:
             return None
         bad_words: list[Sequence[int]] = []
@@ -145,10 +177,7 @@ class Engine:
         if self._texts is not None:
             bad_words = [ids for word in params.bad_words for ids in self._texts.spellings(word)]
             grammar = None if params.structured is None else self._texts.grammar(params.structured)
-        return History(params, prompt, self.target.program.vocab_size, self._end_ids(params), bad_words, grammar)
-
-    def _end_ids(self, params: SamplingParams) -> set[int]:
-        return {*params.stop_token_ids, *(() if params.ignore_eos else self.target.eos_ids)}
+        return History(params, prompt, self.target.program.vocab_size, end_ids, bad_words, grammar)
 
     def cancel(self, request: Request) -> None:
         """Drop a request that is not finished; its blocks are free at once."""
@@ -165,23 +194,46 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Update]:
-        """One pass through the target's weights."""
+        """One pass through the target's weights. A request that can not go on ends with an error; the others go on."""
         started = now_ms()
-        plan = self.scheduler.schedule(self._budget)
-        planned = now_ms()
-        trees = self._propose(plan)
-        draft_ms = now_ms() - planned
-        batch = self._batch(plan, trees)
-        computed = now_ms()
-        result = self.target.executable.forward(batch, self.target.kv, self._needs_logits(plan))
-        forward_ms = now_ms() - computed
-        updates = self._judge(plan, trees, batch, result)
-        step_ms = now_ms() - started
+        plan = self.scheduler.schedule(self._budget, self._most_prefill())
+        try:
+            trees, draft_ms = self._propose(plan)
+            computing = now_ms()
+            batch = self._batch(plan, trees)
+            for copy in plan.copies:
+                self.target.kv.move(
+                    (copy.source, copy.target), range(copy.slots), range(BLOCK_SIZE, BLOCK_SIZE + copy.slots)
+                )
+            result = self.target.executable.forward(batch, self.target.kv, self._needs_logits(plan))
+            forward_ms = now_ms() - computing
+        except Exception as error:  # it hit the requests of this step and no others
+            logger.exception("a step failed; %d requests end with it", len(plan.scheduled))
+            updates = [self._active[item.id].fail(error) for item in plan.scheduled]
+        else:
+            updates = self._judge(plan, trees, batch, result)
+            step_ms = now_ms() - started
+            self._guard.observe(batch.num_rows, step_ms)
+            self.last_step = StepReport(batch.num_rows, draft_ms, forward_ms, step_ms)
+            for update in updates:
+                update.request.timings.add(len(update.tokens), step_ms, draft_ms, forward_ms)
         for update in updates:
-            update.request.timings.add(len(update.tokens), step_ms, draft_ms, forward_ms)
             if update.finished:
                 self._end(update.request.id)
         return updates
+
+    def stats(self) -> EngineStats:
+        """How it stands now."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.num_held_blocks / self.target.num_blocks,
+            prefix_queried_tokens=cache.queried_tokens,
+            prefix_hit_tokens=cache.hit_tokens,
+            preemptions=scheduler.preemptions,
+            drafter_failures=self.drafting.failures,
+        )
 
     def check(self) -> None:
         """Prove that ledger and requests agree; raises AssertionError when they do not."""
@@ -191,7 +243,7 @@ class Engine:
             assert self.scheduler.entry(id).length == len(active.request.tokens)
 
     def _budget(self, id: int) -> int:
-        if self._parked:
+        if not self.drafting.may_draft(id):
             return 0
         active = self._active[id]
         # What a grammar forces is right or nearly so, whatever became of other drafts.
@@ -199,106 +251,89 @@ class Engine:
         budget = self.budgets.budget(id)
         if not active.forced:
             return budget
-        return min(len(active.forced), MAX_DRAFT_TOKENS if self.budgets.fixed is None else budget)
+        return min(len(active.forced), MAX_DRAFT_TOKENS if self.budgets.fixed(id) is None else budget)
 
-    def _propose(self, plan: StepPlan) -> list[DraftTree]:
-        """A tree for every scheduled request. A drafter can fail, a request can not: a failure parks the drafter."""
-        trees = [DraftTree.empty() for _ in plan.scheduled]
-        asked = [index for index, item in enumerate(plan.scheduled) if item.draft_budget]
-        if self.drafter is None or not asked:
-            return trees
-        items = [plan.scheduled[index] for index in asked]
-        try:
-            proposed = self.drafter.propose(
-                [
-                    DraftRequest(item.id, active.request.tokens, item.draft_budget, item.draft_depth, active.forced)
-                    for item, active in ((item, self._active[item.id]) for item in items)
-                ]
-            )
-            for index, item, tree in zip(asked, items, proposed, strict=True):
-                tree.check(self.target.program.vocab_size)
-                if len(tree) > item.draft_budget or (len(tree) and tree.depths().max() > item.draft_depth):
-                    raise ValueError(f"a tree of {len(tree)} nodes exceeds its budget of {item.draft_budget}")
-                trees[index] = tree
-        except Exception as error:
-            self.drafter_failures += 1
-            self._parked = True
-            logger.warning("drafter %s failed and is parked: %s: %s", self.drafter.name, type(error).__name__, error)
-            return [DraftTree.empty() for _ in plan.scheduled]
-        for index, item in zip(asked, items, strict=True):
-            history = self._active[item.id].history
-            if history is not None:
-                rule = self._active[item.id].request.params.acceptance
-                trees[index] = cut_illegal(trees[index], history, exact_law=rule != "match")
-        return trees
-
-    def _batch(self, plan: StepPlan, trees: Sequence[DraftTree]) -> TreeBatch:
-        return TreeBatch.build(
+    def _most_prefill(self) -> int | None:
+        """What latency targets leave for prompts beside the requests that generate."""
+        running = [self._active[entry.id] for entry in self.scheduler.generating()]
+        return self._guard.most_prefill(
+            len(running),
             [
-                Rows(
-                    tokens=self._active[item.id].request.tokens[item.start : item.start + item.count],
-                    start=item.start,
-                    blocks=self.scheduler.entry(item.id).blocks,
-                    tree=tree,
-                    logits=item.last or self._wants_prompt(item),
-                    all_logits=self._wants_prompt(item),
-                )
-                for item, tree in zip(plan.scheduled, trees, strict=True)
-            ]
+                active.latency_target_ms * max(1.0, active.request.counts.acceptance_length)
+                for active in running
+                if active.latency_target_ms is not None
+            ],
         )
 
-    def _wants_prompt(self, item: Scheduled) -> bool:
-        """Whether these rows bring log-probabilities of prompt tokens that are due; after a preemption none are."""
-        request = self._active[item.id].request
-        known = len(request.prompt_logprobs)
-        return request.params.prompt_logprobs is not None and item.start <= known < len(request.prompt) - 1
+    def _propose(self, plan: StepPlan) -> tuple[list[DraftTree], float]:
+        """A tree for every scheduled request, and how long they took."""
+        started = now_ms()
+        trees = [DraftTree.empty() for _ in plan.scheduled]
+        asked = [index for index, item in enumerate(plan.scheduled) if item.draft_budget]
+        if asked:
+            asks = []
+            for item in (plan.scheduled[index] for index in asked):
+                active = self._active[item.id]
+                tokens, rule = active.request.tokens, active.request.params.acceptance
+                request = DraftRequest(item.id, tokens, item.draft_budget, item.draft_depth, active.forced)
+                asks.append(Ask(request, active.history, exact_law=rule != "match"))
+            for index, tree in zip(asked, self.drafting.propose(asks), strict=True):
+                trees[index] = tree
+        return trees, now_ms() - started
+
+    def _batch(self, plan: StepPlan, trees: Sequence[DraftTree]) -> TreeBatch:
+        rows = []
+        for item, tree in zip(plan.scheduled, trees, strict=True):
+            active = self._active[item.id]
+            tokens = active.request.tokens[item.start : item.start + item.count]
+            whole = active.wants_prompt(item.start)
+            blocks = self.scheduler.entry(item.id).blocks
+            rows.append(Rows(tokens, item.start, blocks, tree, all_logits=whole, logits=item.last or whole))
+        return TreeBatch.build(rows)
 
     def _needs_logits(self, plan: StepPlan) -> bool:
         return any(
-            (item.last and (self._active[item.id].needs_logits or self._watch is not None)) or self._wants_prompt(item)
-            for item in plan.scheduled
+            (item.last and (active.needs_logits or self._watch is not None)) or active.wants_prompt(item.start)
+            for item, active in ((item, self._active[item.id]) for item in plan.scheduled)
         )
 
     def _judge(self, plan: StepPlan, trees: Sequence[DraftTree], batch: TreeBatch, result: Result) -> list[Update]:
         """Decide what stands of each request's drafts, and take it in."""
         updates = []
         for index, (item, tree) in enumerate(zip(plan.scheduled, trees, strict=True)):
-            active = self._active[item.id]
-            request, end = active.request, item.start + item.count
             first, stop = int(batch.logit_starts[index]), int(batch.logit_starts[index + 1])
-            if self._wants_prompt(item):
-                self._take_prompt_logprobs(item, result, first)
-            if not item.last:
-                self.scheduler.commit(item.id, end, 0)
-                updates.append(Update(request, (), "", False))
-                continue
-            root = stop - len(tree) - 1
-            rows = NodeRows(result, root, tree, request.params, request.seed, len(request.tokens), active.history)
             try:
-                verdict = self._rule(request)(tree, rows, Chance(request.seed, len(request.tokens)))
-                updates.append(self._commit(item, tree, rows, verdict))
-            except RequestError as error:
-                request.finish_reason, request.error = "error", str(error)
-                updates.append(Update(request, (), active.text.finish() if active.text else "", True))
+                updates.append(self._judge_one(item, tree, result, first, stop))
+            except Exception as error:
+                if not isinstance(error, RequestError):
+                    logger.exception("request %d failed", item.id)
+                updates.append(self._active[item.id].fail(error))
         return updates
+
+    def _judge_one(self, item: Scheduled, tree: DraftTree, result: Result, first: int, stop: int) -> Update:
+        """`first` and `stop`: where the request's rows lie in the result."""
+        active = self._active[item.id]
+        request = active.request
+        request.cached_tokens = self.scheduler.entry(item.id).cached
+        if active.wants_prompt(item.start):
+            assert result.logits is not None
+            active.take_prompt_logprobs(item.start, result.logits[first : first + item.count])
+        if not item.last:
+            self.scheduler.commit(item.id, item.start + item.count, 0)
+            return Update(request, (), "", False)
+        length = len(request.tokens)
+        rows = NodeRows(result, stop - len(tree) - 1, tree, request.params, request.seed, length, active.history)
+        verdict = self._rule(request)(tree, rows, Chance(request.seed, length))
+        return self._commit(item, tree, rows, verdict)
 
     def _rule(self, request: Request) -> Rule:
         # Without chance all rules are one, and this one needs no distributions.
         return RULES["match" if request.params.temperature == 0 else request.params.acceptance]
 
-    def _take_prompt_logprobs(self, item: Scheduled, result: Result, first: int) -> None:
-        """The row of each prompt token says how likely the next was; those that are known already stay."""
-        request = self._active[item.id].request
-        top, known = request.params.prompt_logprobs, len(request.prompt_logprobs)
-        assert result.logits is not None and top is not None
-        for position in range(known, min(item.start + item.count, len(request.prompt) - 1)):
-            row = result.logits[first + position - item.start]
-            request.prompt_logprobs.append(token_logprob(row, request.prompt[position + 1], top))
-
     def _commit(self, item: Scheduled, tree: DraftTree, rows: NodeRows, verdict: Verdict) -> Update:
-        end = item.start + item.count
+        active, end = self._active[item.id], item.start + item.count
         self._compact(item.id, end, verdict.path)
-        update = self._append(item.id, verdict.tokens)
+        update = active.append(verdict.tokens, self.scheduler.entry(item.id).limit)
         request, taken = update.request, len(update.tokens)
         # A request that ended inside the accepted drafts keeps only those before its end.
         accepted = min(len(verdict.path), taken - 1)
@@ -309,9 +344,9 @@ class Engine:
         if self._watch is not None:
             self._watch(request, [rows.logits(node) for node in nodes])
         request.counts.add(tree.drafter, len(tree), int(tree.depths().max(initial=0)), accepted)
-        if not self._active[item.id].forced:
+        if not active.forced:
             self.budgets.observe(item.id, len(tree), accepted)
-        self._active[item.id].forced = []
+        active.forced = []
         return update
 
     def _compact(self, id: int, end: int, path: Sequence[int]) -> None:
@@ -321,48 +356,8 @@ class Engine:
             blocks = self.scheduler.entry(id).blocks
             self.target.kv.move(blocks, [src for src, _ in moves], [dst for _, dst in moves])
 
-    def _append(self, id: int, tokens: Sequence[int]) -> Update:
-        """Add emitted tokens one by one, as plain decoding would, until the request ends."""
-        active = self._active[id]
-        request, history = active.request, active.history
-        end_ids = self._end_ids(request.params)
-        limit = self.scheduler.entry(id).limit
-        shown: list[str] = []
-        taken = 0
-        for token in tokens:
-            taken += 1
-            request.tokens.append(token)
-            reason: FinishReason | None = None
-            if history is not None:
-                try:
-                    history.walk(tokens[:taken])
-                except RequestError as error:
-                    reason, request.error = "error", str(error)
-            if token in end_ids:
-                reason = reason or "stop"
-            elif active.text is not None:
-                shown.append(active.text.push(token))
-                if active.text.stopped:
-                    reason = reason or "stop"
-            if history is not None and history.ended:
-                reason = reason or "stop"  # a structured output that is complete needs no end token
-            if len(request.tokens) >= limit:
-                reason = reason or "length"
-            if reason is not None:
-                request.finish_reason = reason
-                if active.text is not None:
-                    shown.append(active.text.finish())
-                break
-        if history is not None:
-            history.commit()
-        return Update(request, tuple(tokens[:taken]), "".join(shown), request.finish_reason is not None)
-
     def _end(self, id: int) -> None:
         self.scheduler.finish(id)
         del self._active[id]
         self.budgets.end(id)
-        if self.drafter is not None:
-            try:
-                self.drafter.end(id)
-            except Exception as error:
-                logger.warning("drafter %s could not end request %d: %s", self.drafter.name, id, error)
+        self.drafting.end(id)

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from pilotfish.backends.native import NativeBackend, usable_cores
 from pilotfish.backends.reference import ReferenceBackend
+from pilotfish.config import ModelConfig
+from pilotfish.control.memory import MemoryPlan, available_memory, plan_memory
 from pilotfish.drafters.base import MAX_DRAFT_TOKENS, Speculation, parse_speculation
-from pilotfish.engine import Engine, Target
+from pilotfish.engine import TOKEN_BUDGET, Engine, Target
 from pilotfish.errors import InputError
 from pilotfish.loaders import load_model
 from pilotfish.loaders.chat import ChatTemplate
@@ -20,7 +22,7 @@ from pilotfish.loaders.tokenizer import Detokenizer, Tokenizer
 from pilotfish.metrics import now_ms
 from pilotfish.models.decoder import decoder_program
 from pilotfish.params import SamplingParams, StructuredOutput
-from pilotfish.program import BLOCK_SIZE, Backend
+from pilotfish.program import BLOCK_SIZE, Backend, Program
 from pilotfish.request import Request, TokenLogprob
 
 Prompt = str | Sequence[int]
@@ -95,8 +97,10 @@ class LLM:
     """Loads a model once; every call may use another speculation, which changes the speed and nothing else.
 
     `model` is a `.gguf` file, a Hugging Face directory or "demo". `context` is the most tokens of one request; by
-    default the model's own context, at most 32,768, because a KV cache of that length must fit into memory. Raises
-    InputError for anything wrong with the arguments or the files.
+    default the model's own context, at most 32,768, because a KV cache of that length must fit into memory.
+    `kv_cache_memory_bytes` is what the KV of all requests and of cached prefixes may take: by default that of one full
+    context, with "auto" a share of what is free. Raises InputError for anything wrong with the arguments or the files,
+    with a table of all bytes when they do not fit.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class LLM:
         context: int | None = None,
         max_num_seqs: int = 8,
         weights: str | None = None,
+        kv_cache_memory_bytes: int | Literal["auto"] | None = None,
         backend: Literal["native", "reference"] = "native",
     ) -> None:
         started = now_ms()
@@ -130,8 +135,12 @@ class LLM:
         program = decoder_program(
             self.config, min(self.config.context_length, DEFAULT_CONTEXT) if context is None else context
         )
-        # One full context always fits, and a tree for every request; several requests share what there is.
-        num_blocks = -(-program.context_length // BLOCK_SIZE) + max_num_seqs * -(-MAX_DRAFT_TOKENS // BLOCK_SIZE)
+        self.weight_bytes = sum(
+            tensor.nbytes for name, tensor in tensors.items() if name != "embed" or self.config.tied_embeddings
+        )
+        held = sum(tensor.nbytes for tensor in tensors.values())
+        self.memory = _memory(program, self.config, held, max_num_seqs, kv_cache_memory_bytes)
+        num_blocks = self.memory.num_blocks
         self.weights = interpreter.load(tensors)
         self.target = Target(
             program=program,
@@ -141,9 +150,6 @@ class LLM:
             eos_ids=self.tokenizer.eos_ids,
         )
         self.backend_description = interpreter.description
-        self.weight_bytes = sum(
-            tensor.nbytes for name, tensor in tensors.items() if name != "embed" or self.config.tied_embeddings
-        )
         self.load_ms = now_ms() - started
 
     def encode(self, prompt: Prompt, chat: bool = False, system: str | None = None) -> list[int]:
@@ -155,11 +161,22 @@ class LLM:
         messages = [{"role": "system", "content": system}] if system is not None else []
         return self.encode_chat([*messages, {"role": "user", "content": prompt}])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation in the model's own template, ready for the assistant's answer."""
         if self._chat_template is None:
             self._chat_template = self.tokenizer.chat_template()
-        return self.tokenizer.encode(self._chat_template.render(messages), special=True)
+        return self.tokenizer.encode(self._chat_template.render(messages, tools=tools), special=True)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what a request with these parameters needs, so that adding it takes no time. Raises InputError."""
+        if params.structured is not None:
+            self._grammars.compile(params.structured)
+
+    def memory_table(self) -> list[str]:
+        """Every byte of weights, KV and buffers, line by line."""
+        return self.memory.lines()
 
     def generate(
         self,
@@ -218,7 +235,7 @@ class LLM:
         The output is text that goes on after the prompt, or with `answers` a text of its own. `options` are Engine's.
         """
         chosen = self.speculation if speculation is None else _parse(speculation)
-        texts = ModelTexts(self.tokenizer, self._grammars, continuing=not answers)
+        texts = ModelTexts(self.tokenizer, self._grammars, answers)
         options = {"max_num_seqs": self.max_num_seqs, **options}
         return Engine(self.target, chosen.make(), chosen.k, texts=texts, **options)
 
@@ -282,10 +299,10 @@ class ModelTexts:
 
     tokenizer: Tokenizer
     grammars: GrammarCompiler
-    continuing: bool
+    answers: bool
 
-    def new_detokenizer(self) -> Detokenizer:
-        return self.tokenizer.stream(continuing=self.continuing)
+    def new_detokenizer(self, answers: bool | None) -> Detokenizer:
+        return self.tokenizer.stream(continuing=not (self.answers if answers is None else answers))
 
     def spellings(self, word: str) -> list[list[int]]:
         """With and without a space before it, as most tokenizers write the two differently."""
@@ -297,6 +314,35 @@ class ModelTexts:
 
     def grammar(self, structured: StructuredOutput) -> Grammar:
         return self.grammars.compile(structured)
+
+
+def _memory(
+    program: Program, config: ModelConfig, weight_bytes: int, max_num_seqs: int, wanted: int | Literal["auto"] | None
+) -> MemoryPlan:
+    """Divide memory; raises InputError when it is not enough."""
+    tree_blocks = max_num_seqs * -(-MAX_DRAFT_TOKENS // BLOCK_SIZE)
+    context_blocks = -(-program.context_length // BLOCK_SIZE)
+    least = context_blocks + tree_blocks  # one full context always fits, and a tree for every request
+    name = config.name or "the model"
+    plan = plan_memory(
+        weights={name: weight_bytes + weight_bytes // 50},  # panels are padded, and scales of a few kinds grow
+        kv_bytes_per_block={name: program.kv.bytes_per_block},
+        logits_bytes=4 * config.vocab_size * min(TOKEN_BUDGET, max_num_seqs * (1 + MAX_DRAFT_TOKENS)),
+        workspace_bytes=TOKEN_BUDGET * sum(program.widths.values()) * 6,  # floats, and groups of 8-bit integers
+        block_size=BLOCK_SIZE,
+        least_blocks=least,
+        most_blocks=least if wanted is None else 2 * max_num_seqs * context_blocks + tree_blocks,
+        wanted_kv_bytes=wanted if isinstance(wanted, int) else None,
+        available_bytes=available_memory(),
+    )
+    if isinstance(wanted, int) and plan.num_blocks < max_num_seqs:
+        few = max_num_seqs * program.kv.bytes_per_block
+        raise InputError(f"{wanted} bytes of KV cache are too few for {max_num_seqs} requests; give at least {few}")
+    # Without a wish, pages of KV that no request reaches are never taken.
+    if not plan.fits and (wanted is not None or plan.total_bytes - plan.kv_bytes > plan.available_bytes):
+        table = "\n".join(plan.lines())
+        raise InputError(f"this does not fit into memory; a smaller --context or --kv-cache-memory needs less\n{table}")
+    return plan
 
 
 def _parse(speculation: str | Speculation) -> Speculation:

@@ -20,8 +20,8 @@ class Detokenizer(Protocol):
 class Texts(Protocol):
     """What the engine needs of a tokenizer, for requests that speak of text."""
 
-    def new_detokenizer(self) -> Detokenizer:
-        """One for each request."""
+    def new_detokenizer(self, answers: bool | None) -> Detokenizer:
+        """One for a request whose output is a text of its own, or goes on after the prompt; None: the usual here."""
 
     def spellings(self, word: str) -> Sequence[Sequence[int]]:
         """The token sequences that write a bad word, at the beginning of a text and within it."""

@@ -83,6 +83,8 @@ class Request:
     tokens: list[int] = field(init=False)  # the prompt, then every committed output token
     finish_reason: FinishReason | None = field(default=None, init=False)  # None while it runs
     error: str | None = field(default=None, init=False)  # why it could not go on
+    fault: bool = field(default=False, init=False)  # the engine's, not the request's own doing
+    cached_tokens: int = field(default=0, init=False)  # of the prompt, whose KV was there already
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # of each output token, where asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # of each prompt token but the first
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)

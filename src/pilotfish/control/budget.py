@@ -20,16 +20,23 @@ class _State:
 
 
 class BudgetController:
-    """Budgets of all requests: always `fixed` where that is given, else between 0 and `most`."""
+    """Budgets of all requests: always what `fix` said where it did, else between 0 and `most`."""
 
-    def __init__(self, most: int, fixed: int | None = None) -> None:
+    def __init__(self, most: int) -> None:
         self.most = most
-        self.fixed = fixed
+        self._fixed: dict[int, int] = {}
         self._states: dict[int, _State] = {}
 
+    def fix(self, id: int, budget: int) -> None:
+        """Whatever is accepted, this request has this budget."""
+        self._fixed[id] = budget
+
+    def fixed(self, id: int) -> int | None:
+        return self._fixed.get(id)
+
     def budget(self, id: int) -> int:
-        if self.fixed is not None:
-            return self.fixed
+        if id in self._fixed:
+            return self._fixed[id]
         state = self._states.get(id, _State())
         return 0 if state.rest else min(state.budget, self.most)
 
@@ -54,3 +61,4 @@ class BudgetController:
 
     def end(self, id: int) -> None:
         self._states.pop(id, None)
+        self._fixed.pop(id, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -42,7 +42,8 @@ DRAFTERS: Mapping[str, str] = {
     "grammar": "pilotfish.drafters.grammar:GrammarDrafter",
 }
 # Named in the design, not built yet: an honest answer is better than "unknown".
-PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle", "auto")
+PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle")
+AUTO = "ngram"  # what `auto` stands for: all that needs no second model (what a grammar forces comes with any)
 
 MAX_DRAFT_TOKENS = 64
 ADAPTIVE_DRAFT_TOKENS = 16  # the most that is drafted where the user fixes no k
@@ -66,6 +67,7 @@ class Speculation:
     method: str = "off"
     k: int | None = None
     options: Mapping[str, int] = field(default_factory=dict)
+    latency_target_ms: float | None = None  # for each of the request's tokens; prompts beside it wait for it
 
     def make(self) -> Drafter | None:
         """The drafter, or None for "off". Whatever it is, what a grammar forces is drafted without asking it."""
@@ -106,7 +108,30 @@ def parse_speculative_config(text: str) -> Speculation:
         config = json.loads(text)
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("method"), str):
+    if not isinstance(config, dict):
+        raise InputError(f'{where} must be an object with a method, as in {{"method": "ngram"}}')
+    return _from_config(config, where)
+
+
+def parse_request_speculation(value: str | Mapping[str, Any]) -> Speculation:
+    """What a request may ask for: `off`, `auto`, a drafter, or an object of vLLM's fields and a latency target.
+
+    With `latency_target_ms_per_token` the prompts of others are computed in pieces so small that the tokens of this
+    request keep it. Raises InputError.
+    """
+    if isinstance(value, str):
+        return parse_speculation(value)
+    config = {"method": "auto", **value}
+    target = config.pop("latency_target_ms_per_token", None)
+    if target is not None and (
+        isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target <= 1e6
+    ):
+        raise InputError(f"speculation: latency_target_ms_per_token is {target!r}; it must be a number in (0, 1e6]")
+    return replace(_from_config(config, "speculation"), latency_target_ms=target)
+
+
+def _from_config(config: Mapping[str, Any], where: str) -> Speculation:
+    if not isinstance(config.get("method"), str):
         raise InputError(f'{where} must be an object with a method, as in {{"method": "ngram"}}')
     names = {"num_speculative_tokens": "k", "prompt_lookup_max": "n", "prompt_lookup_min": "min"}
     given: dict[str, int] = {}
@@ -126,6 +151,7 @@ def _speculation(name: str, given: Mapping[str, int], where: str) -> Speculation
         if given:
             raise InputError(f"{where}: off takes no options")
         return Speculation()
+    name = AUTO if name == "auto" else name
     if name in PLANNED or "+" in name:
         raise InputError(f"{where}: {name} is not available in this version; available: off, {', '.join(DRAFTERS)}")
     if name not in DRAFTERS:

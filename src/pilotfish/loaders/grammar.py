@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # square of some texts. Within these limits the deepest chains fit into the stack several times over.
 MAX_GRAMMAR = 65536  # characters
 MAX_REGEX = 8192
+KEPT = 64  # compiled grammars
 _STACK_BYTES = 256 << 20  # address space, not memory
 _STACK_LOCK = threading.Lock()  # the size is one of the whole process
 
@@ -179,12 +181,16 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._tokens: _Tokens | None = None
+        self._compiled = lru_cache(KEPT)(self._compile)
 
     def compile(self, structured: StructuredOutput) -> Grammar:
         """The grammar at its start. Raises InputError, one line, where it makes no sense or is too large.
 
-        Takes a millisecond or so; large ones may take seconds, in which other threads go on.
+        Takes a millisecond or so; large ones may take seconds, in which other threads go on. The last ones are kept.
         """
+        return self._compiled(structured).copy()
+
+    def _compile(self, structured: StructuredOutput) -> Grammar:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
