@@ -10,6 +10,8 @@ from pilotfish import bench
 from pilotfish.compare import verify
 from pilotfish.errors import InputError, PilotfishError
 from pilotfish.generate import generate
+from pilotfish.load import load
+from pilotfish.server.serve import serve
 
 app = typer.Typer(
     help="Speculative execution of language models: the same text, bit for bit, in fewer passes.",
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(verify)
+app.command()(serve)
+bench.app.command()(load)
 app.add_typer(bench.app, name="bench")
 
 

@@ -281,7 +281,7 @@ class Scheduler:
         scheduled: dict[int, Scheduled],
         preempted: list[int],
     ) -> int:
-        """Plan `count` tokens and the drafts that fit in `most_rows`, if need be at the cost of worse ranks; the rows."""
+        """Plan `count` tokens and the drafts that fit in `most_rows`; worse ranks may lose their blocks. Rows used."""
         if entry not in self._running:  # preempted for one of better rank
             return 0
         last = entry.remaining == count

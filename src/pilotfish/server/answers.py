@@ -1,0 +1,164 @@
+"""What clients get back. The OpenAPI document is made of these; streams send the `...Chunk` models."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+
+
+class DrafterUsage(Answer):
+    drafted: int
+    accepted: int
+
+
+class SpeculationUsage(Answer):
+    """Draft tokens of all samples together; `acceptance_length`: mean tokens per pass of the target."""
+
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    by_drafter: dict[str, DrafterUsage]
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    speculation: SpeculationUsage
+
+
+class PromptLogprob(Answer):
+    """`rank` is null for a token that is not among the likeliest that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id as text; null for the first token
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    seed: int
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class FunctionCall(Answer):
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    seed: int
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+class Status(Answer):
+    status: str
+
+
+class Version(Answer):
+    version: str
+
+
+Json = dict[str, Any]
