@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pilotfish import LLM, SamplingParams, StructuredOutput
+from pilotfish import LLM, PilotfishError, SamplingParams, StructuredOutput
 from pilotfish.backends.native import NativeBackend, path_names
 from pilotfish.bench import read_prompts
 from pilotfish.loaders import load_model
@@ -99,6 +99,16 @@ def test_rules_by_name_run_on_the_real_model(smollm2: LLM, rule: str) -> None:
     plain = smollm2.generate(prompts, SamplingParams(max_tokens=24), chat=True)
     drafted = smollm2.generate(prompts, greedy, chat=True, speculation="ngram:k=4")
     assert [completion.tokens for completion in drafted] == [completion.tokens for completion in plain]
+
+
+def test_a_stream_that_was_left_does_not_write_into_the_next(smollm2: LLM) -> None:
+    params = SamplingParams(max_tokens=20)
+    left = smollm2.stream("One, two, three,", params)
+    next(left)
+    plain = smollm2.generate("The sea is", params)[0]
+    with pytest.raises(PilotfishError, match="a newer engine"):
+        next(left)
+    assert smollm2.generate("The sea is", params)[0].tokens == plain.tokens
 
 
 class _Bits:

@@ -12,7 +12,7 @@ from pilotfish.control.budget import BudgetController
 from pilotfish.control.latency import LatencyGuard
 from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest, Speculation
 from pilotfish.drafting import Ask, Drafting
-from pilotfish.errors import InputError, RequestError
+from pilotfish.errors import InputError, PilotfishError, RequestError
 from pilotfish.history import History
 from pilotfish.kv.pool import BlockPool
 from pilotfish.metrics import now_ms
@@ -97,6 +97,11 @@ class Engine:
         self._watch = watch
         self._active: dict[int, Active] = {}
         self._next_id = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Another engine takes over the target's KV; this one must not step again."""
+        self._closed = True
 
     def add(
         self,
@@ -194,7 +199,12 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Update]:
-        """One pass through the target's weights. A request that can not go on ends with an error; the others go on."""
+        """One pass through the target's weights. A request that can not go on ends with an error; the others go on.
+
+        Raises PilotfishError when the engine is closed.
+        """
+        if self._closed:
+            raise PilotfishError("a newer engine uses the model now; one may run at a time")
         started = now_ms()
         plan = self.scheduler.schedule(self._budget, self._most_prefill())
         try:

@@ -131,6 +131,7 @@ class LLM:
                 "they do not belong together"
             )
         self._chat_template: ChatTemplate | None = None
+        self._engine: Engine | None = None  # the last that was made
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
         program = decoder_program(
             self.config, min(self.config.context_length, DEFAULT_CONTEXT) if context is None else context
@@ -230,14 +231,17 @@ class LLM:
                 yield Chunk(update.text, update.tokens, completion)
 
     def engine(self, speculation: str | Speculation | None = None, answers: bool = False, **options: Any) -> Engine:
-        """A fresh engine over this model. Only one may run at a time: they share the KV cache.
+        """A fresh engine over this model. It closes the last one, as they share the KV cache.
 
         The output is text that goes on after the prompt, or with `answers` a text of its own. `options` are Engine's.
         """
         chosen = self.speculation if speculation is None else _parse(speculation)
         texts = ModelTexts(self.tokenizer, self._grammars, answers)
         options = {"max_num_seqs": self.max_num_seqs, **options}
-        return Engine(self.target, chosen.make(), chosen.k, texts=texts, **options)
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = Engine(self.target, chosen.make(), chosen.k, texts=texts, **options)
+        return self._engine
 
     def _echo(self, prompt: Prompt, request: Request, chat: bool) -> str:
         if not request.params.echo:

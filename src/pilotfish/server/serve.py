@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
+from ipaddress import ip_address
 from typing import Annotated, Literal
 
 import typer
@@ -27,7 +29,7 @@ def serve(
         list[str] | None,
         typer.Option(metavar="K", envvar="PILOTFISH_API_KEY", help="clients must send one of these; may be repeated"),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="most requests in one batch")] = 8,
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="most requests in one batch")] = 16,
     kv_cache_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="memory of the KV cache, as in 2GiB; auto: a share of what is free")
     ] = "auto",
@@ -71,6 +73,8 @@ def serve(
         served_model_name=served_model_name,
     )
     listener = _listen(host, port)
+    if not settings.api_keys and not ip_address(listener.getsockname()[0]).is_loopback:
+        print(f"note: whoever reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
 
     def load() -> LLM:
         return LLM(
