@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from doubles import VOCAB, Letters, Oracle
+from doubles import VOCAB, EvenSum, Letters, Oracle
 from pilotfish.backends.native import NativeBackend
 from pilotfish.drafters.base import Speculation, parse_request_speculation
+from pilotfish.drafters.grammar import GrammarDrafter
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.engine import Engine, Target
-from pilotfish.errors import InputError
+from pilotfish.errors import InputError, RequestError
+from pilotfish.history import Grammar
 from pilotfish.models.decoder import decoder_program
-from pilotfish.params import SamplingParams
+from pilotfish.params import SamplingParams, StructuredOutput
 from pilotfish.request import Request
 from tiny import tiny_model
 
@@ -189,3 +191,52 @@ def test_a_fault_ends_the_requests_it_hit_and_no_others(target: Target, caplog: 
     for request in requests[2:]:
         assert request.output == _alone(target, list(request.prompt), params)[0]
     assert engine.stats().running == engine.stats().waiting == 0
+
+
+class Exhausted(EvenSum):
+    """A grammar that reaches a limit of its parser after some tokens: nothing but its length works then."""
+
+    def _check(self) -> None:
+        if len(self.tokens) > 4:
+            raise RequestError("the parser is exhausted")
+
+    def mask(self) -> np.ndarray:
+        self._check()
+        return super().mask()
+
+    def legal(self, tokens: Sequence[int]) -> int:
+        self._check()
+        return super().legal(tokens)
+
+    def forced(self) -> list[int]:
+        self._check()
+        return super().forced()
+
+    def copy(self) -> Exhausted:
+        return Exhausted(self.vocab, self.tokens)
+
+
+def test_a_grammar_at_its_limit_ends_its_request_and_no_other(target: Target) -> None:
+    class Texts(Letters):
+        def grammar(self, structured: StructuredOutput) -> Grammar:
+            return Exhausted(VOCAB)
+
+    prompt = [1, 2, 3, 4, 5, 6] * 6
+    engine = Engine(target, GrammarDrafter(NgramDrafter(2)), 4, texts=Texts())
+    params = SamplingParams(max_tokens=12, structured=StructuredOutput(regex="any"), banned_token_ids=[5])
+    (limited,) = engine.add(prompt, params)
+    (other,) = engine.add(prompt, SamplingParams(max_tokens=12))
+    for _ in engine.run():
+        engine.check()
+    assert limited.finish_reason == "error" and not limited.fault and limited.error == "the parser is exhausted"
+    assert other.finish_reason == "length" and other.output == _alone(target, prompt, SamplingParams(max_tokens=12))[0]
+
+
+def test_a_request_that_is_refused_leaves_nothing(target: Target) -> None:
+    small = Target(target.program, target.executable, target.kv, 2, target.eos_ids)
+    engine = Engine(small)
+    for speculation in (None, parse_request_speculation("ngram")):
+        with pytest.raises(InputError, match="tokens of KV cache"):
+            engine.add([1] * 20, SamplingParams(max_tokens=100), speculation=speculation)
+    assert not engine.busy and not engine.drafting._keys
+    engine.check()

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from pilotfish.drafters.base import Drafter, DraftRequest, Speculation
+from pilotfish.errors import RequestError
 from pilotfish.history import History
 from pilotfish.node_rows import cut_illegal
 from pilotfish.tree import DraftTree
@@ -35,13 +36,17 @@ class Drafting:
         self._parked: set[Hashable] = set()
         self._keys: dict[int, Hashable] = {}
 
-    def begin(self, id: int, speculation: Speculation | None) -> None:
-        """A request wants this speculation, None: the engine's own. Raises InputError for what can not be made."""
-        key: Hashable = _OWN
-        if speculation is not None:
-            key = speculation.method, tuple(sorted(speculation.options.items()))
-            if key not in self._drafters:
-                self._drafters[key] = speculation.make()
+    def key(self, speculation: Speculation | None) -> Hashable:
+        """What stands for the drafter of this speculation, None: the engine's own. Raises InputError if it has none."""
+        if speculation is None:
+            return _OWN
+        key = speculation.method, tuple(sorted(speculation.options.items()))
+        if key not in self._drafters:
+            self._drafters[key] = speculation.make()
+        return key
+
+    def begin(self, id: int, key: Hashable) -> None:
+        """A request is drafted for by the drafter of `key`."""
         self._keys[id] = key
 
     def may_draft(self, id: int) -> bool:
@@ -68,10 +73,7 @@ class Drafting:
                 logger.warning("drafter %s failed and is parked: %s: %s", drafter.name, type(error).__name__, error)
                 for index in indices:
                     trees[index] = DraftTree.empty()
-        return [
-            tree if ask.history is None else cut_illegal(tree, ask.history, ask.exact_law)
-            for ask, tree in zip(asks, trees, strict=True)
-        ]
+        return [_legal(ask, tree) for ask, tree in zip(asks, trees, strict=True)]
 
     def end(self, id: int) -> None:
         """The request is over."""
@@ -87,3 +89,12 @@ class Drafting:
         tree.check(self._vocab_size)
         if len(tree) > request.budget or tree.depths().max(initial=0) > request.max_depth:
             raise ValueError(f"a tree of {len(tree)} nodes exceeds its budget of {request.budget}")
+
+
+def _legal(ask: Ask, tree: DraftTree) -> DraftTree:
+    if ask.history is None:
+        return tree
+    try:
+        return cut_illegal(tree, ask.history, ask.exact_law)
+    except RequestError:  # a grammar at its limits, which the request's own row will tell
+        return DraftTree.empty()

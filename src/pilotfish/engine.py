@@ -121,6 +121,7 @@ class Engine:
         limit = self._limit(prompt, params)
         end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.target.eos_ids)))
         history = self._history(prompt, params, end_ids)
+        drafter = self.drafting.key(speculation)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         fixed = self._draft_budget if speculation is None else speculation.k
         requests: list[Request] = []
@@ -128,7 +129,6 @@ class Engine:
             if index == 1:  # one sample tells of the prompt
                 params = replace(params, prompt_logprobs=None)
             request = Request(self._next_id, prompt, params, (seed + index) % 2**64)
-            self.drafting.begin(request.id, speculation)
             # Logits of whole chunks of the prompt take memory, so these are short; cached KV gives no logits.
             wants_prompt = params.prompt_logprobs is not None
             self.scheduler.add(
@@ -140,6 +140,7 @@ class Engine:
                 sibling=requests[0].id if requests else None,
                 reuse=not wants_prompt,
             )
+            self.drafting.begin(request.id, drafter)
             if fixed is not None:
                 self.budgets.fix(request.id, fixed)
             text = None
@@ -257,7 +258,10 @@ class Engine:
             return 0
         active = self._active[id]
         # What a grammar forces is right or nearly so, whatever became of other drafts.
-        active.forced = active.history.forced() if active.history is not None else []
+        try:
+            active.forced = active.history.forced() if active.history is not None else []
+        except RequestError:  # a grammar at its limits, which the request's own row will tell
+            active.forced = []
         budget = self.budgets.budget(id)
         if not active.forced:
             return budget
