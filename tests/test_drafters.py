@@ -76,7 +76,7 @@ def test_parse() -> None:
     [
         ("", "no drafter ''"),
         ("ngrams", "no drafter 'ngrams'; available: off, ngram"),
-        ("suffix", "suffix is not available in this version"),
+        ("lookahead", "lookahead is not available in this version"),
         ("draft:model.gguf", "draft:model.gguf"),
         ("ngram+suffix", "not available"),
         ("off:k=1", "off takes no options"),

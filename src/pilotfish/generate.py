@@ -18,6 +18,7 @@ from pilotfish.params import ACCEPTANCE_RULES, MAX_LOGPROBS, SamplingParams, Str
 MODEL = typer.Argument(metavar="MODEL", help="a .gguf file, a Hugging Face model directory, or demo")
 SPECULATION = (
     "off; ngram[:k=K,n=4,min=2]: K draft tokens per step (default: as many as pay), n-grams of min to n tokens; "
+    "suffix[:k=K,depth=32,shared=200000,min=10]: what followed the longest known context here or in earlier answers; "
     "grammar: only what a structured output forces"
 )
 _CHOICE, _END, _FORM, _OUT = "Choice of tokens", "End of the answer", "Structured output (one of them)", "Output"

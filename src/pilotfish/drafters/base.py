@@ -39,10 +39,11 @@ class Drafter(Protocol):
 # defaults, and is made from them by name.
 DRAFTERS: Mapping[str, str] = {
     "ngram": "pilotfish.drafters.ngram:NgramDrafter",
+    "suffix": "pilotfish.drafters.suffix:SuffixDrafter",
     "grammar": "pilotfish.drafters.grammar:GrammarDrafter",
 }
 # Named in the design, not built yet: an honest answer is better than "unknown".
-PLANNED = ("suffix", "lookahead", "draft", "layer-skip", "medusa", "eagle")
+PLANNED = ("lookahead", "draft", "layer-skip", "medusa", "eagle")
 AUTO = "ngram"  # what `auto` stands for: all that needs no second model (what a grammar forces comes with any)
 
 MAX_DRAFT_TOKENS = 64
