@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,8 +22,9 @@ USER = [{"role": "user", "content": "Say hello in French."}]
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: LLM) -> Iterator[tuple[str, Service]]:
-    with served(lambda: smollm2) as running:
+def server(smollm2_path: Path) -> Iterator[tuple[str, Service]]:
+    # A model of its own: the tests ask `smollm2` for the same texts, and an engine closes the last of its model.
+    with served(lambda: LLM(smollm2_path, context=2048)) as running:
         yield running
 
 
