@@ -27,7 +27,9 @@ def test_the_cost_of_a_row_is_learnt() -> None:
 def test_prompts_are_bounded_by_the_tightest_target() -> None:
     guard = _taught(20, 0.5)
     assert guard.most_prefill(2, [120.0, 70.0]) in (97, 98)  # (70 - 20) / 0.5 - 2
-    assert guard.most_prefill(2, []) is None
+    assert guard.most_prefill(0, []) is None, "nobody waits for the step"
+    assert guard.most_prefill(2, []) in (957, 958), "half a second without a target"
+    assert LatencyGuard().most_prefill(2, []) is None
     assert guard.most_prefill(2, [5.0]) == LEAST_PREFILL, "prompts go on even where the target can not be kept"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 MEMORY = 0.97  # weight of the past at each step
 LEAST_PREFILL = 16  # tokens in a step, so that prompts go on
+STALL_MS = 500.0  # that a step may take beside generating requests that name no target
 
 
 class LatencyGuard:
@@ -40,12 +41,15 @@ class LatencyGuard:
         return max(0.0, (self._ms - per_row * self._rows) / self._count), per_row
 
     def most_prefill(self, generating_rows: int, step_targets_ms: Iterable[float]) -> int | None:
-        """Prompt tokens beside `generating_rows` rows so that the step keeps the tightest target; None: no bound."""
+        """Prompt tokens beside `generating_rows` rows so that the step keeps the tightest target; None: no bound.
+
+        Without a target no step may stall requests for longer than STALL_MS, as soon as it is known what rows cost.
+        """
+        if generating_rows == 0:
+            return None
         target = min(step_targets_ms, default=math.inf)
         cost = self.cost()
-        if target == math.inf:
-            return None
         if cost is None or cost[1] == 0:
-            return LEAST_PREFILL  # careful while nothing is known
-        rows = int((target - cost[0]) / cost[1]) - generating_rows
+            return None if target == math.inf else LEAST_PREFILL  # careful while nothing is known
+        rows = int((min(target, STALL_MS) - cost[0]) / cost[1]) - generating_rows
         return max(LEAST_PREFILL, rows)
