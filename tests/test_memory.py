@@ -9,7 +9,7 @@ import pytest
 
 from pilotfish import LLM, InputError, SamplingParams, llm
 from pilotfish.control.memory import MemoryPlan, available_memory, plan_memory
-from pilotfish.files import parse_bytes, show_bytes
+from pilotfish.files import parse_bytes
 
 GIB = 2**30
 
@@ -79,10 +79,6 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InputError, match="must be a number of bytes"):
         parse_bytes(text)
-
-
-def test_sizes_for_people() -> None:
-    assert [show_bytes(size) for size in (5, 2048, 3 << 20, 5 << 29)] == ["5 B", "2.00 KiB", "3.00 MiB", "2.50 GiB"]
 
 
 def test_a_model_tells_what_it_takes(smollm2_path: Path) -> None:

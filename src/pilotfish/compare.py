@@ -179,10 +179,9 @@ def _run(llm: LLM, speculation: str, jobs: Sequence[Job], params: SamplingParams
 
 def _differences(llm: LLM, off: Trace, on: Trace) -> list[dict[str, Any]]:
     """The first place where two runs of a prompt differ, in tokens or in logits: none or one."""
-    tokens = [(off.request.output, off.digests), (on.request.output, on.digests)]
-    (plain, plain_digests), (drafted, drafted_digests) = tokens
-    pairs = list(zip(plain, plain_digests, strict=True)), list(zip(drafted, drafted_digests, strict=True))
-    at = next((i for i, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), min(len(plain), len(drafted)))
+    plain, drafted = off.request.output, on.request.output
+    pairs = zip(zip(plain, off.digests, strict=True), zip(drafted, on.digests, strict=True), strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(drafted)))
     if at == len(plain) == len(drafted):
         return []
     sides = {}

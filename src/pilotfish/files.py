@@ -30,11 +30,3 @@ def parse_bytes(text: str) -> int:
     if found is None or float(found[1]) == 0:
         raise InputError(f"the size {text!r} must be a number of bytes from 1 with a unit, as in 2GiB or 512MB")
     return int(float(found[1]) * _UNITS[found[2] or ""])
-
-
-def show_bytes(count: int) -> str:
-    """A size for people."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"

@@ -60,17 +60,8 @@ class NodeRows:
     def _processed(self, node: int) -> Logits:
         if self.history is None:
             return self.logits(node)
-        self.history.walk(path_tokens(self.tree, node))
+        self.history.walk(self.tree.tokens[self.tree.path(node)].tolist())
         return self.history.process(self.logits(node))
-
-
-def path_tokens(tree: DraftTree, node: int) -> list[int]:
-    """The drafts from the root down to `node`, -1 for the root."""
-    tokens: list[int] = []
-    while node >= 0:
-        tokens.append(int(tree.tokens[node]))
-        node = int(tree.parents[node])
-    return tokens[::-1]
 
 
 def cut_illegal(tree: DraftTree, history: History, exact_law: bool) -> DraftTree:
@@ -81,12 +72,14 @@ def cut_illegal(tree: DraftTree, history: History, exact_law: bool) -> DraftTree
     """
     if len(tree) == 0:
         return tree
-    keep = []
-    for node in range(len(tree)):
-        path = path_tokens(tree, node)
-        legal = history.legal(path)
-        drawn = tree.law(node) is not None
-        keep.append(legal == len(path) or (exact_law and drawn and legal == len(path) - 1))
+    legal = {-1}
+    for leaf in set(range(len(tree))).difference(tree.parents.tolist()):  # each branch is walked once
+        path = tree.path(leaf)
+        legal.update(path[: history.legal(tree.tokens[path].tolist())])
+    keep = [
+        node in legal or (exact_law and tree.law(node) is not None and int(tree.parents[node]) in legal)
+        for node in range(len(tree))
+    ]
     return tree if all(keep) else tree.select(keep)
 
 

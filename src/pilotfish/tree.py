@@ -66,6 +66,14 @@ class DraftTree:
             depth[node] = 1 if parent < 0 else depth[parent] + 1
         return depth
 
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to `node`; none for -1, the root."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = int(self.parents[node])
+        return nodes[::-1]
+
     def first(self, nodes: int) -> DraftTree:
         """The tree of the first `nodes` nodes: parents come before children, so it is a tree too."""
         if nodes >= len(self):

@@ -156,12 +156,7 @@ def typical(tree: DraftTree, rows: TargetRows, chance: Chance) -> Verdict:
         if probs[token] > threshold:
             depths[node] = depths[parent] + 1
     last = max(depths, key=depths.__getitem__)  # the first of equals
-    path: list[int] = []
-    node = last
-    while node >= 0:
-        path.append(node)
-        node = int(tree.parents[node])
-    return _verdict(tree, path[::-1], rows.token(last), bonus=not _children(tree, last))
+    return _verdict(tree, tree.path(last), rows.token(last), bonus=not _children(tree, last))
 
 
 def _typical_threshold(probs: Probs) -> float:

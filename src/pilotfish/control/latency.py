@@ -23,14 +23,11 @@ class LatencyGuard:
 
     def observe(self, rows: int, ms: float) -> None:
         """Take in a step of `rows` rows that took `ms`."""
-        for name, value in (
-            ("_count", 1.0),
-            ("_rows", rows),
-            ("_ms", ms),
-            ("_rows2", rows * rows),
-            ("_rows_ms", rows * ms),
-        ):
-            setattr(self, name, MEMORY * getattr(self, name) + value)
+        self._count = MEMORY * self._count + 1
+        self._rows = MEMORY * self._rows + rows
+        self._ms = MEMORY * self._ms + ms
+        self._rows2 = MEMORY * self._rows2 + rows * rows
+        self._rows_ms = MEMORY * self._rows_ms + rows * ms
 
     def cost(self) -> tuple[float, float] | None:
         """(ms of a pass, ms of each row), None as long as steps were too few or too alike to tell."""

@@ -16,16 +16,12 @@ class MemoryPlan:
 
     parts: Mapping[str, int]
     num_blocks: int
-    block_size: int  # tokens
+    kv_bytes: int
     available_bytes: int
 
     @property
     def total_bytes(self) -> int:
         return sum(self.parts.values())
-
-    @property
-    def kv_bytes(self) -> int:
-        return sum(size for name, size in self.parts.items() if name.startswith("KV"))
 
     @property
     def fits(self) -> bool:
@@ -66,7 +62,7 @@ def plan_memory(
     tokens = num_blocks * block_size
     parts |= {f"KV of {name}, {tokens:,} tokens": size * num_blocks for name, size in kv_bytes_per_block.items()}
     parts |= {"logits to verify": logits_bytes, "workspace of a pass": workspace_bytes}
-    return MemoryPlan(parts, num_blocks, block_size, available_bytes)
+    return MemoryPlan(parts, num_blocks, num_blocks * block_bytes, available_bytes)
 
 
 def available_memory() -> int:
