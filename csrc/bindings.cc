@@ -40,17 +40,18 @@ std::vector<float> copied(nb::handle array) {
 
 void forward(Executable& executable, Ints tokens, Ints positions, Ints slots, Ints prefix_lens, Ints path_starts,
              Ints path_slots, Ints row_starts, Array<const int32_t, 2> block_tables, Ints logit_rows, Kv& kv,
-             Array<int32_t, 1> argmax, nb::object logits, const std::vector<Array<float, 2>>& taps, nb::object times) {
+             Array<int32_t, 1> argmax, nb::object logits, const std::vector<Array<float, 2>>& taps, nb::object times,
+             const std::vector<Array<const float, 2>>& feeds) {
   const size_t rows = tokens.size(), wanted = logit_rows.size();
   need(positions.size() == rows && slots.size() == rows && prefix_lens.size() == rows && path_starts.size() == rows + 1,
        "the arrays of a tree batch differ in rows");
   need(row_starts.size() == block_tables.shape(0) + 1, "row_starts and block_tables differ in requests");
   need(argmax.size() == wanted, "argmax has not one element for each wanted row");
-  Output output{argmax.data(), nullptr, {}, nullptr, nullptr};
+  Output output{argmax.data(), nullptr, {}, {}, nullptr, nullptr};
   if (!logits.is_none()) {
     const auto array = nb::cast<Array<float, 2>>(logits, false);
-    need(array.shape(0) == wanted && array.shape(1) == static_cast<size_t>(executable.shape().vocab),
-         "logits are not [wanted rows, vocabulary]");
+    need(array.shape(0) == wanted && (wanted == 0 || array.shape(1) == static_cast<size_t>(executable.head_outputs())),
+         "logits are not [wanted rows, outputs of the head]");
     output.logits = array.data();
   }
   need(taps.size() == executable.tap_widths().size(), "the program has another number of taps");
@@ -58,6 +59,12 @@ void forward(Executable& executable, Ints tokens, Ints positions, Ints slots, In
     need(taps[i].shape(0) == rows && taps[i].shape(1) == static_cast<size_t>(executable.tap_widths()[i]),
          "a tap is not [rows, width]");
     output.taps.push_back(taps[i].data());
+  }
+  need(feeds.size() == executable.feed_widths().size(), "the program has another number of feeds");
+  for (size_t i = 0; i < feeds.size(); ++i) {
+    need(feeds[i].shape(0) == rows && feeds[i].shape(1) == static_cast<size_t>(executable.feed_widths()[i]),
+         "a feed is not [rows, width]");
+    output.feeds.push_back(feeds[i].data());
   }
   if (!times.is_none()) {
     const auto ms = nb::cast<Array<double, 1>>(times[nb::int_(0)], false);
@@ -104,6 +111,8 @@ void bind_executable(nb::module_& m) {
           "embed", [](Executable& self, const PackedWeight& weight, int out) { self.add(Embed{&weight.weight, out}); },
           "weight"_a, "out"_a, nb::keep_alive<1, 2>())
       .def(
+          "feed", [](Executable& self, int out) { self.add(Feed{out}); }, "out"_a)
+      .def(
           "norm",
           [](Executable& self, int x, Floats weight, float eps, int out) {
             self.add(Norm{x, copied(weight), eps, out});
@@ -140,7 +149,7 @@ void bind_executable(nb::module_& m) {
       .def("forward", &forward, "tokens"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
            "prefix_lens"_a.noconvert(), "path_starts"_a.noconvert(), "path_slots"_a.noconvert(),
            "row_starts"_a.noconvert(), "block_tables"_a.noconvert(), "logit_rows"_a.noconvert(), "kv"_a,
-           "argmax"_a.noconvert(), "logits"_a.none(), "taps"_a, "times"_a.none(),
+           "argmax"_a.noconvert(), "logits"_a.none(), "taps"_a, "times"_a.none(), "feeds"_a,
            "times: milliseconds and barriers of each stage, or None")
       .def_prop_ro(
           "stages",

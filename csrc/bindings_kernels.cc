@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -48,6 +49,16 @@ PackedWeight pack_bytes(const std::string& kind, int outputs, int inputs, Bytes 
   const int threads = static_cast<int>(std::min<size_t>(most, std::max(1u, std::thread::hardware_concurrency())));
   const nb::gil_scoped_release release;
   return pack(kind, outputs, inputs, data.data(), data.size(), threads);
+}
+
+// Puts `rows` in the place of as many rows, from `first` on; what they leave of their last panel becomes zeros.
+void replace_rows(PackedWeight& packed, int first, const PackedWeight& rows) {
+  const Weight &to = packed.weight, &from = rows.weight;
+  if (packed.kind != rows.kind || to.inputs != from.inputs)
+    throw std::invalid_argument("the rows are of another format or width");
+  if (first < 0 || first % kPanel != 0 || first / kPanel + from.panels > to.panels)
+    throw std::invalid_argument("the rows do not begin with a panel, or reach beyond the last");
+  std::memcpy(packed.memory.get() + first / kPanel * to.panel_bytes, from.data, from.panels * from.panel_bytes);
 }
 
 Result<float> row_of(const PackedWeight& packed, int row) {
@@ -160,7 +171,8 @@ void bind_kernels(nb::module_& m) {
       .def_prop_ro("outputs", [](const PackedWeight& packed) { return packed.weight.outputs; })
       .def_prop_ro("inputs", [](const PackedWeight& packed) { return packed.weight.inputs; })
       .def_prop_ro("nbytes", &PackedWeight::bytes)
-      .def("unpack_row", row_of, nb::arg("row"));
+      .def("unpack_row", row_of, nb::arg("row"))
+      .def("replace_rows", replace_rows, nb::arg("first"), nb::arg("rows"));
   m.def("pack", pack_bytes, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("data"));
   m.def("path_names", path_names);
   m.def("quantize", quantize, nb::arg("path"), nb::arg("x"));

@@ -141,6 +141,11 @@ void Executable::add_row(RowOp op, int x, int out, bool wanted_only) {
 }
 
 void Executable::place(Embed op) { add_row(op, op.out, op.out, false); }
+void Executable::place(Feed op) {
+  op.index = static_cast<int>(feed_widths_.size());
+  feed_widths_.push_back(buffers_[op.out].width);
+  add_row(op, op.out, op.out, false);
+}
 void Executable::place(Norm op) {
   const int x = op.x, out = op.out;
   add_row(std::move(op), x, out, buffers_[x].wanted_only);
@@ -212,6 +217,7 @@ void Executable::place(Attention op) {
 void Executable::place(Head op) {
   read(op.x, *op.weight);
   op.shares = share({{op.weight, {}, 0}}, kPair, false);
+  head_outputs_ = op.weight->outputs;
   stages_.emplace_back().wide = std::move(op);
 }
 
@@ -416,7 +422,7 @@ void Executable::run_share(const Stage& stage, const Head& op, int index, int th
   const int wanted = rows(x), width = widest(op.shares);
   const Share& share = op.shares[index];
   const Weight weight = slice(*op.weight, share.panel0, share.panel1);
-  const int stride = output_->logits ? shape_.vocab : width;
+  const int stride = output_->logits ? op.weight->outputs : width;
   float* logits = output_->logits ? output_->logits + share.panel0 * kPanel
                                   : logits_.data() + static_cast<size_t>(thread) * wanted * width;
   multiply(weight, x, nullptr, 0, weight.panels, logits, stride, false, weights_after(stage, index, thread), thread);
@@ -469,6 +475,12 @@ void Executable::combine(const Attention& op, const Span& span, int row, int kv_
 void Executable::run_row(const Embed& op, int row) {
   const Buffer& out = buffers_[op.out];
   unpack_row(*op.weight, batch_->tokens[row], out.row(row));
+  quantize(out, row, 0, out.width);
+}
+
+void Executable::run_row(const Feed& op, int row) {
+  const Buffer& out = buffers_[op.out];
+  memcpy(out.row(row), output_->feeds[op.index] + static_cast<size_t>(row) * out.width, out.width * sizeof(float));
   quantize(out, row, 0, out.width);
 }
 

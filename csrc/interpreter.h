@@ -48,6 +48,10 @@ struct Embed {
   const Weight* weight;
   int out;
 };
+struct Feed {  // rows given from outside
+  int out;
+  int index = 0;  // among the feeds
+};
 struct Norm {
   int x;
   std::vector<float> weight;
@@ -93,7 +97,7 @@ struct Head {
 struct Quantize {  // of rows that a linear wrote
   int x;
 };
-using RowOp = std::variant<Embed, Norm, RopeKv, Gated, Tap, Gather, Quantize>;
+using RowOp = std::variant<Embed, Feed, Norm, RopeKv, Gated, Tap, Gather, Quantize>;
 
 // What is done between two barriers when there are few rows: an operation that is divided by columns, heads and chunks,
 // what can follow for the same columns, and operations on whole rows, one after the other for each row.
@@ -130,13 +134,14 @@ struct Batch {
   void check(const Shape& shape, const Kv& kv) const;
 };
 
-// Where a forward pass leaves its results.
+// What a forward pass takes beside the batch, and where it leaves its results.
 struct Output {
-  int32_t* argmax;           // [wanted]
-  float* logits;             // [wanted, vocab], or nullptr when nobody asks
-  std::vector<float*> taps;  // each [rows, width]
-  double* stage_ms;          // [stages], or nullptr when nobody asks
-  int32_t* stage_phases;     // [stages], with stage_ms
+  int32_t* argmax;                  // [wanted]
+  float* logits;                    // [wanted, outputs of the head], or nullptr when nobody asks
+  std::vector<float*> taps;         // each [rows, width]
+  std::vector<const float*> feeds;  // each [rows, width]
+  double* stage_ms;                 // [stages], or nullptr when nobody asks
+  int32_t* stage_phases;            // [stages], with stage_ms
 };
 
 // A program bound to weights, which must outlive it.
@@ -154,6 +159,8 @@ class Executable {
 
   const Shape& shape() const { return shape_; }
   const std::vector<int>& tap_widths() const { return tap_widths_; }
+  const std::vector<int>& feed_widths() const { return feed_widths_; }
+  int head_outputs() const { return head_outputs_; }
   const std::vector<Stage>& stages() const { return stages_; }
 
   // Passes from several callers come one after the other.
@@ -192,6 +199,7 @@ class Executable {
   void plan_tasks(int span0, int span1);
   // Puts an operation into the last stage or one of its own.
   void place(Embed op);
+  void place(Feed op);
   void place(Norm op);
   void place(Linear op);
   void place(RopeKv op);
@@ -224,6 +232,7 @@ class Executable {
   void combine(const Attention& op, const Span& span, int row, int kv_head);
 
   void run_row(const Embed& op, int row);
+  void run_row(const Feed& op, int row);
   void run_row(const Norm& op, int row);
   void run_row(const RopeKv& op, int row) { rope(op, row, 0, shape_.heads + 2 * shape_.kv_heads); }
   void run_row(const Gated& op, int row) { gated(op, row, 0, buffers_[op.out].width); }
@@ -242,6 +251,8 @@ class Executable {
   std::vector<Stage> stages_;
   int ops_ = 0;
   std::vector<int> tap_widths_;
+  std::vector<int> feed_widths_;
+  int head_outputs_ = 0;
 
   // Of the pass that runs now.
   std::mutex one_pass_;

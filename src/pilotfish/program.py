@@ -18,6 +18,7 @@ from pilotfish.tree import TreeBatch
 Floats = NDArray[np.float32]
 
 BLOCK_SIZE = 16  # slots in a block: one tile of K, whose 16 scores come out in 16 lanes
+ROW_GROUP = 16  # rows of a matrix that lie together
 CHUNK_SIZE = 256  # absolute positions that attention reduces at a time (numeric contract, design section 5)
 
 
@@ -26,6 +27,13 @@ class Embed:
     """out = weight[token]."""
 
     weight: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Feed:
+    """out = the next of the rows given to the pass from outside [rows, width]: what a Tap of another program kept."""
+
     out: str
 
 
@@ -106,13 +114,13 @@ class Gather:
 
 @dataclass(frozen=True)
 class Head:
-    """Logits x @ weight.T, and for each row the lowest token id that reaches their maximum."""
+    """Logits x @ weight.T, and for each row the lowest output that reaches their maximum."""
 
     x: str
     weight: str
 
 
-Op = Embed | Norm | Linear | RopeKV | Attention | GatedAct | Tap | Gather | Head
+Op = Embed | Feed | Norm | Linear | RopeKV | Attention | GatedAct | Tap | Gather | Head
 
 
 @dataclass(frozen=True)
@@ -139,10 +147,15 @@ class Program:
     vocab_size: int
     rope_cos: Floats = field(repr=False)  # [context, head_dim / 2]
     rope_sin: Floats = field(repr=False)  # [context, head_dim / 2]
+    head_size: int | None = None  # outputs of the head where it has not one for each token of the vocabulary
 
     @property
     def context_length(self) -> int:
         return len(self.rope_cos)
+
+    @property
+    def num_logits(self) -> int:
+        return self.vocab_size if self.head_size is None else self.head_size
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ class Result:
     """What a forward pass gives back; `wanted` = len(batch.logit_rows)."""
 
     argmax: NDArray[np.int32]  # [wanted]; -1 where the highest logit is not finite
-    logits: Floats | None  # [wanted, vocab]
+    logits: Floats | None  # [wanted, num_logits]
     taps: tuple[Floats, ...] = ()  # each [rows, width]
 
 
@@ -167,8 +180,11 @@ class KV(Protocol):
 class Executable(Protocol):
     """A program bound to weights."""
 
-    def forward(self, batch: TreeBatch, kv: KV, logits: bool) -> Result:
-        """One pass through the weights. Writes the KV of every row; gives logits only when asked."""
+    def forward(self, batch: TreeBatch, kv: KV, logits: bool, feeds: Sequence[Floats] = ()) -> Result:
+        """One pass through the weights. Writes the KV of every row; gives logits only when asked.
+
+        `feeds` are the rows [rows, width] that the program's Feeds take, one for each, in order.
+        """
 
 
 class Backend(Protocol):
@@ -182,6 +198,12 @@ class Backend(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
         """Bring tensors into the layout of this backend's kernels, value for value."""
+
+    def replace_rows(self, weight: object, first: int, rows: Tensor) -> None:
+        """Put other rows into a loaded matrix of their format, from `first` on, a multiple of ROW_GROUP.
+
+        The rows that are left of the last ROW_GROUP may become zeros. No pass may run meanwhile.
+        """
 
     def new_kv(self, shape: KVShape, num_blocks: int) -> KV: ...
 

@@ -18,6 +18,7 @@ from pilotfish.program import (
     KV,
     Attention,
     Embed,
+    Feed,
     Floats,
     GatedAct,
     Gather,
@@ -71,6 +72,10 @@ class NativeBackend:
             tensor.release()  # or the file would be in memory twice at the end
         return loaded
 
+    def replace_rows(self, weight: object, first: int, rows: Tensor) -> None:
+        """See Backend. Raises ValueError when the rows do not fit."""
+        cast(Any, weight).replace_rows(first, _load("rows", rows))
+
     def new_kv(self, shape: KVShape, num_blocks: int) -> KV:
         """All slots zero; memory is taken from the system as blocks are first written."""
         return cast(KV, _native.Kv(shape.layers, shape.kv_heads, shape.head_dim, num_blocks))
@@ -113,12 +118,13 @@ class NativeExecutable:
         self._has_head = has_head
         self._tap_widths = tuple(tap_widths)
 
-    def forward(self, batch: TreeBatch, kv: KV, logits: bool) -> Result:
+    def forward(self, batch: TreeBatch, kv: KV, logits: bool, feeds: Sequence[Floats] = ()) -> Result:
         """One pass through the weights. Writes the KV of every row; gives logits only when asked.
 
-        Raise ValueError when the batch points outside the vocabulary, the context, the block tables or the cache.
+        Raise ValueError when the batch points outside the vocabulary, the context, the block tables or the cache, and
+        when `feeds` are not what the program's Feeds take.
         """
-        return self._forward(batch, kv, logits, None)
+        return self._forward(batch, kv, logits, None, feeds)
 
     def profile(self, batch: TreeBatch, kv: KV) -> list[StageTime]:
         """One pass, with the time of what lies between two barriers: each stage holds one or more operations."""
@@ -131,11 +137,16 @@ class NativeExecutable:
         ]
 
     def _forward(
-        self, batch: TreeBatch, kv: KV, logits: bool, times: tuple[NDArray[np.float64], NDArray[np.int32]] | None
+        self,
+        batch: TreeBatch,
+        kv: KV,
+        logits: bool,
+        times: tuple[NDArray[np.float64], NDArray[np.int32]] | None,
+        feeds: Sequence[Floats] = (),
     ) -> Result:
         wanted = len(batch.logit_rows) if self._has_head else 0
         argmax = np.empty(wanted, np.int32)
-        scores: Floats | None = np.empty((wanted, self._program.vocab_size), np.float32) if logits else None
+        scores: Floats | None = np.empty((wanted, self._program.num_logits), np.float32) if logits else None
         taps: tuple[Floats, ...] = tuple(np.empty((batch.num_rows, width), np.float32) for width in self._tap_widths)
         self._native.forward(
             batch.tokens,
@@ -152,6 +163,7 @@ class NativeExecutable:
             scores,
             taps,
             times,
+            [np.ascontiguousarray(feed, np.float32) for feed in feeds],
         )
         return Result(argmax, scores, taps)
 
@@ -174,6 +186,8 @@ class _Binder:
             case Embed():
                 weight = self.matrix(op.weight, (self.program.vocab_size, widths[op.out]))
                 native.embed(weight, self.write(op.out, False))
+            case Feed():
+                native.feed(self.write(op.out, False))
             case Norm():
                 x, weight = self.read(op.x), self.vector(op.weight, widths[op.x])
                 native.norm(x, weight, op.eps, self.write(op.out, self.written[op.x], widths[op.x]))
@@ -195,7 +209,7 @@ class _Binder:
                 native.gather(self.read(op.x, False), self.write(op.out, True, widths[op.x]))
             case Head():
                 _need(not self.has_head, "there are two heads")
-                native.head(self.read(op.x, True), self.matrix(op.weight, (self.program.vocab_size, widths[op.x])))
+                native.head(self.read(op.x, True), self.matrix(op.weight, (self.program.num_logits, widths[op.x])))
                 self.has_head = True
 
     def linear(self, op: Linear) -> None:

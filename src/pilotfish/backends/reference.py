@@ -14,6 +14,7 @@ from pilotfish.program import (
     KV,
     Attention,
     Embed,
+    Feed,
     Floats,
     GatedAct,
     Gather,
@@ -66,6 +67,10 @@ class ReferenceBackend:
         """Every tensor dequantised to float32, embeddings included."""
         return {name: tensor.dequantize() for name, tensor in tensors.items()}
 
+    def replace_rows(self, weight: object, first: int, rows: Tensor) -> None:
+        """See Backend."""
+        cast(Floats, weight)[first : first + rows.shape[0]] = rows.dequantize()
+
     def new_kv(self, shape: KVShape, num_blocks: int) -> ReferenceKV:
         return ReferenceKV(shape, num_blocks)
 
@@ -80,20 +85,26 @@ class ReferenceExecutable:
         self.program = program
         self.weights = weights
 
-    def forward(self, batch: TreeBatch, kv: KV, logits: bool) -> Result:
-        """One pass through the weights. Writes the KV of every row; gives logits only when asked."""
+    def forward(self, batch: TreeBatch, kv: KV, logits: bool, feeds: Sequence[Floats] = ()) -> Result:
+        """One pass through the weights. Writes the KV of every row; gives logits only when asked.
+
+        Raises ValueError when `feeds` are not what the program's Feeds take.
+        """
         assert isinstance(kv, ReferenceKV)
         program, weights = self.program, self.weights
         written = _written(batch)
         sights = _sights(batch)
         cos, sin = (table[batch.positions, None, :] for table in (program.rope_cos, program.rope_sin))
+        fed = iter(_checked_feeds(program, batch, feeds))
         buffers: dict[str, Floats] = {}
         taps: list[Floats] = []
-        scores: Floats = np.zeros((0, program.vocab_size), np.float32)
+        scores: Floats = np.zeros((0, program.num_logits), np.float32)
         for op in program.ops:
             match op:
                 case Embed():
                     buffers[op.out] = weights[op.weight][batch.tokens]
+                case Feed():
+                    buffers[op.out] = next(fed).copy()  # a Linear may add to it
                 case Norm():
                     buffers[op.out] = _rms_norm(buffers[op.x], weights[op.weight], op.eps)
                 case Linear():
@@ -149,6 +160,14 @@ class _Sight:
     last: int
     slots: Flat  # [slots]
     seen: NDArray[np.bool_]  # [rows, slots]
+
+
+def _checked_feeds(program: Program, batch: TreeBatch, feeds: Sequence[Floats]) -> Sequence[Floats]:
+    wanted = [(batch.num_rows, program.widths[op.out]) for op in program.ops if isinstance(op, Feed)]
+    found = [feed.shape for feed in feeds]
+    if found != wanted or any(feed.dtype != np.float32 for feed in feeds):
+        raise ValueError(f"the feeds have the shapes {found}; the program takes float32 of {wanted}")
+    return feeds
 
 
 def _flat(table: Ints, slots: NDArray[np.integer]) -> Flat:
