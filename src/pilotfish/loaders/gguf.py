@@ -9,7 +9,8 @@ import numpy as np
 
 from pilotfish.config import Architecture, ModelConfig, RopeScaling
 from pilotfish.errors import InputError
-from pilotfish.loaders.gguf_file import read_gguf
+from pilotfish.loaders.described import ModelDescription
+from pilotfish.loaders.gguf_file import GGUFFile, read_gguf
 from pilotfish.loaders.keys import Keys, short
 from pilotfish.loaders.loaded import LoadedModel, check_weights, collect, naming, round_weights, usable_context
 from pilotfish.loaders.tokenizer import TokenizerSource
@@ -49,11 +50,7 @@ def load_gguf(path: Path, weights: str | None = None) -> LoadedModel:
     check_weights(weights)
     file = read_gguf(path)
     with naming(path):
-        _check_whole_model(file.metadata)
-        tensors = dict(file.tensors)
-        factors = tensors.pop("rope_freqs.weight", None)
-        config, note = _config(file.metadata, tensors, factors, path.stem)
-        config.check()
+        config, tensors, note = _checked_config(file, path.stem)
         canonical = collect(config, tensors, _NAMES)
         if config.architecture == "llama":
             _undo_interleaving(canonical, config)
@@ -65,6 +62,33 @@ def load_gguf(path: Path, weights: str | None = None) -> LoadedModel:
     }
     notes = "; ".join(part for part in (note, loss) if part)
     return LoadedModel(config, canonical, TokenizerSource(metadata=tokenizer), notes)
+
+
+def describe_gguf(path: Path) -> ModelDescription:
+    """The configuration of the same models and the bytes of their tensors; raises InputError as `load_gguf` does."""
+    file = read_gguf(path)
+    with naming(path):
+        config, tensors, note = _checked_config(file, path.stem)
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.nbytes
+    return ModelDescription(
+        config,
+        stored=tuple(sorted(sizes, key=lambda kind: -sizes[kind])),
+        weight_bytes=sum(sizes.values()),
+        embedding_bytes=tensors[_NAMES["embed"]].nbytes,
+        note=note,
+    )
+
+
+def _checked_config(file: GGUFFile, name: str) -> tuple[ModelConfig, dict[str, Tensor], str]:
+    """The configuration, the tensors of the decoder by their names in the file, and a note."""
+    _check_whole_model(file.metadata)
+    tensors = dict(file.tensors)
+    factors = tensors.pop("rope_freqs.weight", None)
+    config, note = _config(file.metadata, tensors, factors, name)
+    config.check()
+    return config, tensors, note
 
 
 def _check_whole_model(metadata: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pilotfish.config import Architecture, ModelConfig, RopeScaling
 from pilotfish.errors import InputError
+from pilotfish.loaders.described import ModelDescription
 from pilotfish.loaders.keys import Keys, short
 from pilotfish.loaders.loaded import LoadedModel, check_weights, collect, naming, round_weights, usable_context
 from pilotfish.loaders.safetensors_file import parse_json, read_safetensors
@@ -42,6 +43,7 @@ _NAMES = {
     "down": "model.layers.{}.mlp.down_proj.weight",
 }
 _ONLY_NEUTRAL = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": {}}
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MISTRAL_WINDOW = 4096  # what transformers takes when config.json does not say
 
@@ -64,6 +66,17 @@ def load_hf(directory: Path, weights: str | None = None) -> LoadedModel:
         canonical, loss = round_weights(collect(config, tensors, _NAMES), weights)
     notes = "; ".join(part for part in (note, loss) if part)
     return LoadedModel(config, canonical, TokenizerSource(directory=directory), notes)
+
+
+def describe_hf(file: Path) -> ModelDescription:
+    """The configuration in a config.json, which may stand alone. Raises InputError as `load_hf` does for that file."""
+    folder = file.resolve().parent
+    with naming(file.parent if file.name == "config.json" else file):
+        raw = _read_json(file)
+        config, note = _config(raw, folder.name if file.name == "config.json" else file.stem)
+        config.check()
+    kind = _STORED.get(str(raw.get("dtype") or raw.get("torch_dtype")))
+    return ModelDescription(config, stored=() if kind is None else (kind,), note=note)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
