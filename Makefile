@@ -37,7 +37,7 @@ test: check
 
 bench: install
 	$(BIN)/pilotfish bench curve demo
-	$(BIN)/pilotfish bench decode demo --prompts benchmarks/prompts.jsonl --speculation ngram
+	$(BIN)/pilotfish bench suite demo --per-class 3 --max-tokens 64 --repeat 1
 
 clean:
 	rm -rf $(VENV) build

@@ -18,7 +18,7 @@ from pilotfish.program import Executable
 from pilotfish.tree import Rows, TreeBatch
 from tiny import random_tree
 
-PROMPTS = read_prompts(Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl")
+PROMPTS = read_prompts(Path(__file__).parents[1] / "benchmarks" / "prompts", per_class=7)
 TEXT = (
     "The harbour was quiet that morning. Two boats lay at the pier, and an old man mended a net on the steps. "
     "A girl came down the hill with a basket of bread. She gave him a loaf, and he told her about the shark."
@@ -91,7 +91,7 @@ def test_structured_output_is_the_same_and_takes_fewer_steps(smollm2: LLM, form:
 @pytest.mark.parametrize("rule", ["ratio", "block", "multi", "typical-lossy"])
 def test_rules_by_name_run_on_the_real_model(smollm2: LLM, rule: str) -> None:
     """Their laws are tested elsewhere; greedy, all but none are plain decoding."""
-    prompts = [sample.prompt for sample in PROMPTS[:4]]
+    prompts = [sample.prompt for sample in PROMPTS if sample.kind == "edit"][:4]
     sampled = SamplingParams(max_tokens=24, temperature=0.7, top_p=0.95, seed=1, acceptance=rule)
     completions = smollm2.generate(prompts, sampled, chat=True, speculation="ngram:k=4")
     assert sum(completion.speculation["accepted"] for completion in completions) > 0
