@@ -1,27 +1,40 @@
 """How long a proposal of the drafters without a model takes, and what would be accepted.
 
     python benchmarks/drafters.py [--pool 200000] [--prompt 2000] [--steps 300] [--budget 16] [--json]
+    python benchmarks/drafters.py --model demo --prompts benchmarks/prompts [--tokens 256] [--temperature 0] ...
 
-No model runs: the output of each request is known beforehand, and a step takes the drafts that agree with it and one
-token more. Texts are runs of passages of 40 tokens out of a library, with about ten other tokens between; all tokens
-follow Zipf's law. `novel` outputs are other tokens only, `copying` ones repeat pieces of 40 to 200 tokens of the
+The output of each request is known beforehand, and a step takes the drafts that agree with it and one token more.
+
+Without --model texts are runs of passages of 40 tokens out of a library, with about ten other tokens between; all
+tokens follow Zipf's law. `novel` outputs are other tokens only, `copying` ones repeat pieces of 40 to 200 tokens of the
 prompt, `seen` ones are of the library, which the prompt does not show but earlier outputs do, `loop` repeats 12 tokens.
-`drafter:shared=0` keeps no earlier outputs. `first` is the step that takes in the prompt, in ms; `median` and `p99`
-are the other steps, in microseconds; `accepted` is drafts per step. Last, what the earlier outputs take in memory.
+With --model texts are what the model answers to the prompts of a file or folder, by class, written without speculation.
+
+`drafter:shared=0` keeps no earlier outputs. Lookahead has no window here, as no model says what follows it: what is
+measured is its pool, filled from the text. `first` is the step that takes in the prompt, in ms; `median` and `p99`
+are the other steps, in microseconds; `accepted` and `drafted` are tokens per step; `loss` is the mean -log of the
+chance that a confidence gave to what became of its node, over nodes whose parent stood. Last, what the earlier outputs
+take in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 
+from pilotfish import LLM, SamplingParams
+from pilotfish.bench.workload import read_prompts
 from pilotfish.drafters.base import Drafter, DraftRequest
+from pilotfish.drafters.lookahead import LookaheadDrafter
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.drafters.suffix import SuffixDrafter
 from pilotfish.tree import DraftTree
@@ -32,7 +45,10 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {
     "ngram": lambda pool: NgramDrafter(),
     "suffix": lambda pool: SuffixDrafter(shared=pool),
     "suffix:shared=0": lambda pool: SuffixDrafter(shared=0),
+    "lookahead:window=0": lambda pool: LookaheadDrafter(window=0),
 }
+
+Text = tuple[list[int], list[int]]  # prompt and output
 
 
 class Texts:
@@ -52,7 +68,7 @@ class Texts:
             tokens += self.rng.choice(self._library) + self.other(self.rng.randint(0, 20))
         return tokens[:count]
 
-    def request(self, kind: str, prompt: int, output: int) -> tuple[list[int], list[int]]:
+    def request(self, kind: str, prompt: int, output: int) -> Text:
         start = self.other(prompt)
         if kind == "novel":
             return start, self.other(output)
@@ -67,63 +83,105 @@ class Texts:
         return start, tokens[:output]
 
 
-def accept(tree: DraftTree, truth: list[int]) -> int:
-    node, count = -1, 0
-    for token in truth:
-        child = tree.child(node, token)
-        if child is None:
-            break
-        node, count = child, count + 1
-    return count
+@dataclass
+class Tally:
+    """What the steps of a kind of text took and brought."""
 
+    firsts: list[float] = field(default_factory=list)  # seconds
+    times: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    losses: list[float] = field(default_factory=list)
 
-def write(drafter: Drafter, id: int, prompt: list[int], output: list[int], budget: int) -> tuple[list[float], int]:
-    """Draft for a request until its output is written: seconds of each step, and accepted drafts."""
-    tokens, done, accepted = list(prompt), 0, 0
-    times: list[float] = []
-    while len(output) - done > budget:
-        started = time.perf_counter()
-        (tree,) = drafter.propose([DraftRequest(id, tokens, budget, budget)])
-        times.append(time.perf_counter() - started)
-        stood = accept(tree, output[done:])
-        accepted += stood
-        tokens += output[done : done + stood + 1]
-        done += stood + 1
-    drafter.end(id)
-    return times, accepted
+    def line(self, drafter: str, kind: str) -> dict[str, float | str]:
+        steps = len(self.times) + len(self.firsts)
+        return {
+            "drafter": drafter,
+            "output": kind,
+            "first_ms": 1e3 * median(self.firsts),
+            "median_us": 1e6 * median(self.times or self.firsts),
+            "p99_us": 1e6 * sorted(self.times or self.firsts)[len(self.times) * 99 // 100],
+            "accepted": self.accepted / steps,
+            "drafted": self.drafted / steps,
+            "loss": sum(self.losses) / max(1, len(self.losses)),
+        }
+
+    def write(self, drafter: Drafter, id: int, text: Text, budget: int) -> None:
+        """Draft for a request until its output is written."""
+        prompt, output = text
+        tokens, done = list(prompt), 0
+        while done < len(output):
+            depth = min(budget, len(output) - done)
+            request = DraftRequest(id, tokens, budget, depth, prompt=len(prompt))
+            started = time.perf_counter()
+            (tree,) = drafter.propose([request])
+            (self.times if done else self.firsts).append(time.perf_counter() - started)
+            stood = self._accept(tree, output[done:])
+            self.accepted += stood
+            self.drafted += len(tree)
+            tokens += output[done : done + stood + 1]
+            done += stood + 1
+        drafter.end(id)
+
+    def _accept(self, tree: DraftTree, truth: list[int]) -> int:
+        tokens, parents, chances = tree.tokens.tolist(), tree.parents.tolist(), tree.all_confidences()
+        node: int | None = -1
+        count = 0
+        while node is not None and count < len(truth):
+            after = None
+            for child in (child for child in range(node + 1, len(tokens)) if parents[child] == node):
+                chance = min(max(chances[child], 0.001), 0.999)
+                if tokens[child] == truth[count]:
+                    after = child
+                self.losses.append(-math.log(chance if after == child else 1 - chance))
+            node = after
+            count += node is not None
+        return count
 
 
 def measure(name: str, pool: int, prompt: int, steps: int, budget: int) -> list[dict[str, float | str]]:
+    """Made-up texts."""
     texts = Texts(1)
     drafter = DRAFTERS[name](pool)
     for id in range(pool // OUTPUT):
         tokens = texts.other(1)
-        drafter.propose([DraftRequest(id, tokens, 1, 1)])
+        drafter.propose([DraftRequest(id, tokens, 1, 1, prompt=1)])
         tokens += texts.passages(OUTPUT)
         drafter.end(id)
     lines: list[dict[str, float | str]] = []
-    for number, kind in enumerate(("novel", "copying", "seen", "loop")):
-        times: list[float] = []
-        firsts: list[float] = []
-        accepted = 0
-        round = 0
-        while len(times) < steps:
-            round += 1
-            start, output = texts.request(kind, prompt, 1000)
-            (first, *others), stood = write(drafter, pool + 1000 * number + round, start, output, budget)
-            firsts.append(first)
-            times += others
-            accepted += stood
-        lines.append(
-            {
-                "drafter": name,
-                "output": kind,
-                "first_ms": 1e3 * median(firsts),
-                "median_us": 1e6 * median(times),
-                "p99_us": 1e6 * sorted(times)[len(times) * 99 // 100],
-                "accepted": accepted / (len(times) + len(firsts)),
-            }
-        )
+    id = pool
+    for kind in ("novel", "copying", "seen", "loop"):
+        tally = Tally()
+        while len(tally.times) < steps:
+            id += 1
+            tally.write(drafter, id, texts.request(kind, prompt, 1000), budget)
+        lines.append(tally.line(name, kind))
+    return lines
+
+
+def answers(model: str, prompts: Path, count: int, temperature: float) -> dict[str, list[Text]]:
+    """class -> what the model writes without speculation, and the prompts."""
+    llm = LLM(model, speculation="off")
+    samples = read_prompts(prompts)
+    params = SamplingParams(max_tokens=count, temperature=temperature, seed=1)
+    completions = llm.generate([sample.prompt for sample in samples], params, chat=True)
+    found: dict[str, list[Text]] = {}
+    for sample, completion in zip(samples, completions, strict=True):
+        found.setdefault(sample.kind, []).append((llm.encode(sample.prompt, chat=True), list(completion.tokens)))
+    return found
+
+
+def replay(name: str, pool: int, budget: int, texts: dict[str, list[Text]]) -> list[dict[str, float | str]]:
+    """Real texts, one request after the other; what was written before is in the pool."""
+    drafter = DRAFTERS[name](pool)
+    lines: list[dict[str, float | str]] = []
+    id = 0
+    for kind, requests in texts.items():
+        tally = Tally()
+        for text in requests:
+            id += 1
+            tally.write(drafter, id, text, budget)
+        lines.append(tally.line(name, kind))
     return lines
 
 
@@ -131,16 +189,27 @@ def memory_per_token(pool: int) -> float:
     """Bytes that the pool takes for a token."""
     texts = Texts(1)
     outputs = [texts.passages(OUTPUT) for _ in range(pool // OUTPUT)]
-    drafter = SuffixDrafter(shared=pool)
     tracemalloc.start()
+    drafter = SuffixDrafter(shared=pool)
     for id, output in enumerate(outputs):
         tokens = [1]
-        drafter.propose([DraftRequest(id, tokens, 1, 1)])
+        drafter.propose([DraftRequest(id, tokens, 1, 1, prompt=1)])
         tokens += output
         drafter.end(id)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    assert drafter.pool is not None
     return size / drafter.pool.size
+
+
+def show(lines: Iterable[dict[str, float | str]]) -> None:
+    columns = ("first ms", "median us", "p99 us", "accepted", "drafted", "loss")
+    print(f"{'drafter':18} {'output':11}" + "".join(f" {column:>9}" for column in columns))
+    for line in lines:
+        print(
+            f"{line['drafter']:18} {line['output']:11} {line['first_ms']:9.2f} {line['median_us']:9.1f} "
+            f"{line['p99_us']:9.0f} {line['accepted']:9.2f} {line['drafted']:9.2f} {line['loss']:9.3f}"
+        )
 
 
 def main() -> None:
@@ -149,21 +218,23 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--budget", type=int, default=16)
+    parser.add_argument("--model", help="write the texts with this model")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    lines = [
-        line for name in DRAFTERS for line in measure(name, options.pool, options.prompt, options.steps, options.budget)
-    ]
+    if options.model:
+        texts = answers(options.model, options.prompts, options.tokens, options.temperature)
+        lines = [line for name in DRAFTERS for line in replay(name, options.pool, options.budget, texts)]
+    else:
+        made_up = options.pool, options.prompt, options.steps, options.budget
+        lines = [line for name in DRAFTERS for line in measure(name, *made_up)]
     memory = memory_per_token(options.pool)
     if options.json:
         print(json.dumps({"proposals": lines, "pool_bytes_per_token": memory}, indent=1))
         return
-    print(f"{'drafter':16} {'output':8} {'first ms':>9} {'median us':>10} {'p99 us':>8} {'accepted':>9}")
-    for line in lines:
-        print(
-            f"{line['drafter']:16} {line['output']:8} {line['first_ms']:9.2f} {line['median_us']:10.1f} "
-            f"{line['p99_us']:8.0f} {line['accepted']:9.2f}"
-        )
+    show(lines)
     print(f"the pool takes {memory:.0f} bytes per token")
 
 

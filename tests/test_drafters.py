@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from pilotfish.drafters.base import (
-    DraftRequest,
+from pilotfish.drafters.base import DRAFTERS, DraftRequest
+from pilotfish.drafters.grammar import GrammarDrafter
+from pilotfish.drafters.ngram import NgramDrafter
+from pilotfish.drafters.speculation import (
+    AUTO,
+    Part,
     Speculation,
+    options_of,
+    parse_request_speculation,
     parse_speculation,
     parse_speculative_config,
 )
-from pilotfish.drafters.grammar import GrammarDrafter
-from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.errors import InputError
 
 
-def _draft(drafter: NgramDrafter, tokens: list[int], budget: int = 4, depth: int = 99, id: int = 0) -> list[int]:
-    return drafter.propose([DraftRequest(id, tokens, budget, depth)])[0].tokens.tolist()
+def _draft(
+    drafter: NgramDrafter,
+    tokens: list[int],
+    budget: int = 4,
+    depth: int = 99,
+    id: int = 0,
+    drafted: Sequence[int] = (),
+) -> list[int]:
+    return drafter.propose([DraftRequest(id, tokens, budget, depth, drafted=drafted)])[0].tokens.tolist()
 
 
 def _slow(tokens: list[int], n: int, shortest: int, count: int) -> list[int]:
@@ -57,28 +69,73 @@ def test_budget_depth_and_requests_are_apart() -> None:
     assert _draft(drafter, text, 2) == [3, 4]
 
 
+def test_what_follows_drafts() -> None:
+    drafter = NgramDrafter()
+    text = [1, 2, 3, 4, 5, 6, 9, 1]
+    assert _draft(drafter, text, 3, drafted=[2, 3]) == [4, 5, 6]
+    assert _draft(drafter, text, 5, drafted=[2, 3]) == [4, 5, 6, 9, 1]
+    assert _draft(drafter, text, 9, drafted=[2, 3]) == [4, 5, 6, 9, 1, 2, 3, 4, 5]  # on through the drafts, in a loop
+    assert _draft(drafter, [*text, 7, 2, 3]) == [4, 5, 6, 9]
+    assert _draft(drafter, [*text, 7, 2, 3, 9, 1]) == [7, 2, 3, 9]  # no draft was taken in
+
+
+def test_confidence_is_of_the_match_and_of_what_stood() -> None:
+    drafter = NgramDrafter()
+
+    def confidence(id: int, tokens: list[int]) -> float:
+        return drafter.propose([DraftRequest(id, tokens, 1, 9)])[0].confidences[0]
+
+    text = [1, 2, 3, 4, 9, 2, 3]
+    short, long = confidence(0, text), confidence(1, [1, 2, 3, 4, 9, 1, 2, 3])
+    assert 0 < short < long < 1
+    stood, fell = list(text), list(text)
+    assert confidence(2, stood) == confidence(3, fell) == short
+    for step in range(8):
+        stood += [4, 9, 2, 3] if step % 2 else [4, 8, 2, 3]
+        fell += [50 + step, 60 + step, 2, 3]
+        right, wrong = confidence(2, stood), confidence(3, fell)
+    assert wrong < short < right
+    (tree,) = drafter.propose([DraftRequest(1, [1, 2, 3, 4, 9, 1, 2, 3], 6, 9)])
+    assert len(tree.confidences) == 6 and list(tree.confidences) == sorted(tree.confidences)
+    tree.check(100)
+
+
 def test_parse() -> None:
     assert parse_speculation("off") == Speculation()
-    assert parse_speculation("off").make() is None
-    assert parse_speculation("ngram") == Speculation("ngram", None, {"n": 4})
-    assert parse_speculation(" ngram:k=4, n=3,min=1 ") == Speculation("ngram", 4, {"n": 3, "min": 1})
-    assert isinstance(parse_speculation("grammar").make(), GrammarDrafter)
-    drafter = parse_speculation("ngram:n=1").make()
-    assert isinstance(drafter, GrammarDrafter)
-    trees = drafter.propose([DraftRequest(0, [1, 2, 1], 2, 9), DraftRequest(1, [1, 2, 1], 2, 9, forced=[5])])
-    assert [(tree.drafter, tree.tokens.tolist()) for tree in trees] == [("ngram", [2, 1]), ("grammar", [5])]
+    ngram = Part("ngram", None, {"n": 4})
+    assert parse_speculation("ngram") == Speculation((ngram,))
+    chosen = parse_speculation(" ngram:k=4, n=3,min=1 ")
+    assert chosen == Speculation((Part("ngram", 4, {"n": 3, "min": 1}),)) and chosen.k == 4
+    assert isinstance(parse_speculation("grammar").parts[0].make(None), GrammarDrafter)
+    assert isinstance(parse_speculation("ngram:n=1").parts[0].make(None), NgramDrafter)
+    both = parse_speculation("suffix:shared=10k+ngram:k=3")
+    assert [part.method for part in both.parts] == ["suffix", "ngram"] and both.k is None
+    assert both.parts[0].options["shared"] == 10_000 and both.parts[1].k == 3
+    assert tuple(part.method for part in parse_speculation("auto").parts) == AUTO
     config = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
-    assert parse_speculative_config(config) == Speculation("ngram", 5, {"n": 4, "min": 2})
+    assert parse_speculative_config(config) == Speculation((Part("ngram", 5, {"n": 4, "min": 2}),))
+    asked = parse_request_speculation({"method": "suffix", "latency_target_ms_per_token": 30})
+    assert asked.parts[0].method == "suffix" and asked.latency_target_ms == 30
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_has_options_that_are_said(name: str) -> None:
+    for key, option in options_of(name).items():
+        assert key and option.help
+        if option.default is not None:
+            assert option.read(option.default) == option.default
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "no drafter ''"),
-        ("ngrams", "no drafter 'ngrams'; available: off, ngram"),
-        ("lookahead", "lookahead is not available in this version"),
-        ("draft:model.gguf", "draft:model.gguf"),
-        ("ngram+suffix", "not available"),
+        ("ngrams", "no drafter 'ngrams'; available: off, auto, ngram"),
+        ("medusa:heads", "medusa"),
+        ("medusa", "medusa is not available in this version"),
+        ("lookahead:window=33", "window=33 must lie in 0..32"),
+        ("ngram+ngram:n=2", "ngram is named twice"),
+        ("ngram+off", "off stands alone"),
         ("off:k=1", "off takes no options"),
         ("ngram:", "'' is not key=value"),
         ("ngram:k", "'k' is not key=value"),
@@ -96,7 +153,7 @@ def test_bad_speculation(text: str, message: str) -> None:
 
 def test_bad_ngram_lengths() -> None:
     with pytest.raises(InputError, match="min=3 must not be greater than n=2"):
-        parse_speculation("ngram:n=2,min=3").make()
+        parse_speculation("ngram:n=2,min=3").parts[0].make(None)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from pilotfish.loaders.gguf_file import read_gguf
 from pilotfish.loaders.grammar import MAX_GRAMMAR, Grammar, GrammarCompiler
 from pilotfish.loaders.tokenizer import Tokenizer, TokenizerSource
 from pilotfish.params import StructuredOutput
-from pilotfish.tree import DraftTree
 
 DATA = Path(__file__).parent / "data"
 PADDING = 100  # rows of the embedding that no token has
@@ -452,49 +451,26 @@ def test_a_deep_chain_of_rules_does_not_overrun_the_stack(compiler: GrammarCompi
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-class _Recorder:
-    """A drafter that proposes one fixed token and notes what it was asked."""
-
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-        self.ended: list[int] = []
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        self.asked.append([request.id for request in requests])
-        return [DraftTree.chain([100 + request.id], self.name) for request in requests]
-
-    def end(self, id: int) -> None:
-        self.ended.append(id)
-
-
-def test_drafter_proposes_what_is_forced_and_leaves_the_rest() -> None:
-    other = _Recorder()
-    drafter = GrammarDrafter(other)
+def test_drafter_proposes_what_is_forced() -> None:
+    drafter = GrammarDrafter()
     requests = [
         DraftRequest(0, [1], budget=4, max_depth=9),
         DraftRequest(1, [1], budget=3, max_depth=9, forced=[5, 6, 7, 8]),
-        DraftRequest(2, [1], budget=4, max_depth=9),
         DraftRequest(3, [1], budget=9, max_depth=2, forced=[5, 6, 7, 8]),
         DraftRequest(4, [1], budget=9, max_depth=9, forced=[5]),
     ]
     trees = drafter.propose(requests)
-    assert [tree.tokens.tolist() for tree in trees] == [[100], [5, 6, 7], [102], [5, 6], [5]]
-    assert [tree.drafter for tree in trees] == ["recorder", "grammar", "recorder", "grammar", "grammar"]
+    assert [tree.tokens.tolist() for tree in trees] == [[], [5, 6, 7], [5, 6], [5]]
+    assert {tree.drafter for tree in trees[1:]} == {"grammar"}
     assert trees[1].parents.tolist() == [-1, 0, 1]
-    assert other.asked == [[0, 2]]
-    drafter.propose(requests[3:])
-    assert other.asked == [[0, 2]]  # not asked for nothing
+    assert all(confidence > 0.9 for tree in trees[1:] for confidence in tree.confidences)
     drafter.end(3)
-    assert other.ended == [3]
 
 
-def test_drafter_alone_says_nothing_where_nothing_is_forced() -> None:
-    drafter = GrammarDrafter()
-    trees = drafter.propose([DraftRequest(0, [1], 4, 9), DraftRequest(1, [1], 4, 9, forced=[2])])
-    assert [tree.tokens.tolist() for tree in trees] == [[], [2]]
-    drafter.end(0)
+def test_drafter_says_nothing_behind_drafts() -> None:
+    """What is forced follows the committed tokens."""
+    (tree,) = GrammarDrafter().propose([DraftRequest(0, [1], 4, 9, forced=[5, 6], drafted=[5])])
+    assert len(tree) == 0
 
 
 def test_drafter_with_a_grammar(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

@@ -1,226 +1,260 @@
-"""The suffix drafter against brute-force counting over the raw tokens, and that its memory is bounded."""
+"""The suffix drafter and its store of places against brute force over the raw tokens, and that memory is bounded."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from doubles import Letters
 from pilotfish.backends.native import NativeBackend
+from pilotfish.drafters import places as places_module
 from pilotfish.drafters import suffix
 from pilotfish.drafters.base import Drafter, DraftRequest
 from pilotfish.drafters.ngram import NgramDrafter
-from pilotfish.drafters.suffix import Pool, SuffixAutomaton, SuffixDrafter, Text
+from pilotfish.drafters.places import WINDOWS, Places, Text, hashes_of
+from pilotfish.drafters.reliability import Reliability
+from pilotfish.drafters.suffix import SuffixDrafter
 from pilotfish.engine import Engine, Target
 from pilotfish.models.decoder import decoder_program
 from pilotfish.params import SamplingParams
 from pilotfish.request import Request
+from pilotfish.tree import DraftTree
 from tiny import tiny_model
 
-Texts = Sequence[Sequence[int]]
-Tree = tuple[list[int], list[int]]  # tokens and parents
+Found = list[tuple[int, list[int], int]]
 
 
-def _occurrences(texts: Texts, context: Sequence[int]) -> int:
-    size = len(context)
-    return sum(list(text[i : i + size]) == list(context) for text in texts for i in range(len(text) - size + 1))
+def _slow_find(known: Sequence[tuple[list[int], int]], context: list[int], ahead: int, least: int) -> Found:
+    """The rule, said plainly. `known`: (text, at) in the order of coming."""
+    for window in WINDOWS:
+        found: Found = []
+        for tokens, at in reversed(known):
+            length = 0
+            while length < min(at, len(context)) and tokens[at - 1 - length] == context[-1 - length]:
+                length += 1
+            if length >= window >= least and at < len(tokens) + ahead:
+                found.append((length, tokens, at))
+        if found:
+            return found[: places_module.PLACES]
+    return []
 
 
-def _followers(texts: Texts, context: Sequence[int]) -> Counter[int]:
-    size = len(context)
-    return Counter(
-        text[i + size] for text in texts for i in range(len(text) - size) if list(text[i : i + size]) == list(context)
-    )
+@pytest.mark.parametrize("seed", range(20))
+def test_places_are_found_as_by_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(places_module, "TRIES", 10**6)
+    letters, capacity = rng.choice([1, 2, 4, 100_000]), rng.choice([None, 1, 2, 9, 50])
+    store = Places(capacity)
+    texts = [Text([]) for _ in range(3)]
+    known: list[tuple[list[int], int]] = []
+    sizes = set()
+    for step in range(150):
+        writer = rng.randrange(3)
+        if rng.random() < 0.05:
+            texts[writer] = Text([])
+        tokens = texts[writer].tokens
+        assert isinstance(tokens, list)
+        for _ in range(rng.randint(1, 3)):
+            tokens.append(rng.randrange(letters))
+            known.append((tokens, len(tokens)))
+        store.take_in(texts[writer])
+        known = known[-capacity:] if capacity else known
+        assert store.size == len(known)
+        context = tokens[-rng.randint(1, 12) :]
+        ahead, least = rng.choice([0, 0, 1]), rng.choice([1, 1, 3, 8])
+        found = store.find(context, hashes_of(context), ahead, least)
+        assert found == _slow_find(known, context, ahead, least)
+        sizes.add(len(found))
+        if step % 10 == 0:
+            store.check()
+    assert len(sizes) > 1
 
 
-def _slow_tree(texts: Texts, context: list[int], budget: int, max_depth: int, least: float) -> tuple[float, Tree]:
-    """Expected acceptances, tokens and parents of the best tree after a context, by looking at everything."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    score = 0.0
-    open_nodes: list[tuple[float, int, int, list[int], int]] = []
-    node, probability, depth = -1, 1.0, 0
-    while True:
-        if depth < max_depth:
-            while context and not _followers(texts, context):
-                context = context[1:]
-            followers = _followers(texts, context) if context else Counter[int]()
-            for token, count in followers.items():
-                chance = probability * (count / sum(followers.values()))
-                if len(followers) < suffix.SUCCESSORS and chance >= least:
-                    open_nodes.append((-chance, token, node, [*context, token], depth + 1))
-        if not open_nodes or len(tokens) == budget:
-            return score, (tokens, parents)
-        best = min(open_nodes, key=lambda item: item[:3])
-        open_nodes.remove(best)
-        probability, node, depth, context = -best[0], len(tokens), best[4], best[3]
-        tokens.append(best[1])
-        parents.append(best[2])
-        score += probability
+def test_tables_grow() -> None:
+    rng = random.Random(3)
+    for capacity in (None, 5000):
+        store, text = Places(capacity), Text([rng.randrange(300) for _ in range(900)])
+        store.take_in(text)
+        before = len(store._latest[0])
+        for _ in range(4):
+            text.tokens = [*text.tokens, *(rng.randrange(300) for _ in range(1500))]
+            store.take_in(text)
+            store.check()
+        assert len(store._latest[0]) > before and len(store._latest[0]) >= store.size
+    assert len(Places(expected=3000)._latest[0]) >= 3000
 
 
-def _slow(sources: Sequence[Texts], request: DraftRequest, depth: int, least: float) -> Tree:
-    """The rule, said plainly: of the trees after the longest contexts of each source, the one with the best score."""
-    most, tree = 0.0, ([], [])
-    for texts in sources:
-        seen = tried = 0
-        for length in range(min(depth, len(request.tokens)), 0, -1):
-            context = list(request.tokens[-length:])
-            occurrences = _occurrences(texts, context)
-            if not _followers(texts, context) or occurrences == seen or tried == suffix.CONTEXTS:
-                continue  # a context that occurs at the same places is the same
-            seen, tried = occurrences, tried + 1
-            score, found = _slow_tree(texts, context, request.budget, request.max_depth, least)
-            if score > most + suffix.TIE:
-                most, tree = score, found
-    return tree
+def test_check_finds_wrong_chains() -> None:
+    store = Places()
+    store.take_in(Text([1, 2, 1, 2, 3]))
+    store.check()
+    store._earlier[2][3] = 0
+    with pytest.raises(AssertionError):
+        store.check()
 
 
-def _cut(tokens: Sequence[int]) -> list[list[int]]:
-    """The texts that a request's own tokens are cut into."""
-    texts: list[list[int]] = []
-    full = True
-    for token in tokens:
-        if full:
-            texts.append([])
-        texts[-1].append(token)
-        counts = {_occurrences(texts, texts[-1][i:]) for i in range(len(texts[-1]))}
-        full = len(counts) >= suffix.TEXT_SUFFIXES
-    return texts
+def test_many_windows_of_one_hash_take_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places_module, "_MIX", 0)  # all hashes are one
+    rng = random.Random(5)
+    store, text = Places(), Text([rng.randrange(500) for _ in range(2000)])
+    store.take_in(text)
+    found = store.find([9], hashes_of([9]))
+    assert len(found) <= places_module.PLACES
+    assert all(len(text.tokens) - at <= places_module.TRIES for _, _, at in found)
+
+
+# -- the drafter -------------------------------------------------------------------------------------------------------
+
+
+def _places_of(texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    return [(tokens, at) for tokens in texts for at in range(1, len(tokens) + 1)]
+
+
+def _slow_continuations(
+    own: list[int], pool: list[tuple[list[int], int]], request: DraftRequest, depth: int
+) -> Iterator[tuple[float, int, list[int]]]:
+    """Weight, length of the context and tokens of everything that the tree is made of."""
+    drafted = list(request.drafted)
+    context = [*own, *drafted][-depth:]
+    count = min(request.budget, request.max_depth)
+    found = _slow_find(_places_of([own]), context, len(drafted), 1)
+    least = max((window for window in WINDOWS if any(length >= window for length, _, _ in found)), default=1)
+    for length, _, at in found:
+        rest = [*own, *drafted]
+        while len(rest) < at + count:
+            rest.append(rest[at - len(own) - len(drafted)])
+        yield suffix.OWN * 2.0 ** min(length, suffix.DOUBLINGS), length, rest[at : at + count]
+    if any(length >= suffix.SURE for length, _, _ in found):
+        return
+    for length, tokens, at in _slow_find(pool, context, 0, least):
+        yield 2.0 ** min(length, suffix.DOUBLINGS), length, tokens[at : at + count]
+
+
+def _slow_nodes(
+    found: list[tuple[float, int, list[int]]], chances: Sequence[float], least: float
+) -> dict[tuple[int, ...], tuple[float, float]]:
+    """path -> (confidence, probability) of all nodes that may be drafted."""
+    nodes: dict[tuple[int, ...], tuple[float, float]] = {}
+    shares = {(): 1.0}
+    for path in sorted({tuple(rest[:end]) for _, _, rest in found for end in range(1, len(rest) + 1)}, key=len):
+        parent, depth = path[:-1], len(path)
+        if parent and parent not in nodes:
+            continue
+        through = [(weight, length) for weight, length, rest in found if tuple(rest[:depth]) == path]
+        going = sum(w for w, _, rest in found if tuple(rest[: depth - 1]) == parent and len(rest) >= depth)
+        part = sum(weight for weight, _ in through) / going
+        confidence = part * chances[max(length for _, length in through) + depth - 1]
+        probability = confidence * (nodes[parent][1] if parent else 1.0)
+        shares[path] = shares[parent] * part
+        if shares[path] >= least and probability >= suffix.FLOOR:
+            nodes[path] = confidence, probability
+    return nodes
+
+
+def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_equals_brute_force_over_random_operations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_the_best_tree_over_random_operations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(suffix, "TEXT_SUFFIXES", rng.choice([4, 8, 100]))
-    monkeypatch.setattr(suffix, "SUCCESSORS", rng.choice([3, 64]))
-    letters, depth, least = rng.choice([2, 3, 6]), rng.randint(4, 9), rng.choice([1, 10, 34])
-    drafter = SuffixDrafter(depth, rng.choice([0, 7, 40, 1000]), least)
-    running: dict[int, list[int]] = {}
+    monkeypatch.setattr(places_module, "TRIES", 10**6)
+    monkeypatch.setattr(suffix, "TEXT", rng.choice([7, 1000]))
+    monkeypatch.setattr(suffix, "SURE", rng.choice([5, 16]))
+    letters, depth, least = rng.choice([2, 3, 6]), rng.randint(4, 12), rng.choice([0.0123, 0.0987, 0.3371])
+    shared = rng.choice([0, 7, 40, 1000])
+    drafter = SuffixDrafter(depth, shared)
+    drafter._least = least  # no fraction of small numbers: rounding decides nothing
+    running: dict[int, tuple[int, list[int]]] = {}
     sizes = set()
     for step in range(40):
         if len(running) < 3 and rng.random() < 0.4:
-            running[step] = [rng.randrange(letters) for _ in range(rng.randint(1, 12))]
-        for tokens in running.values():
+            prompt = rng.randint(1, 12)
+            running[step] = prompt, [rng.randrange(letters) for _ in range(prompt + rng.choice([0, 0, 5]))]
+        for _, tokens in running.values():
             tokens += [rng.randrange(letters) for _ in range(rng.randint(0, 3))]
         if running and rng.random() < 0.1:
             gone = rng.choice(list(running))
             drafter.end(gone)
             del running[gone]
-        requests = [DraftRequest(id, tokens, rng.randint(1, 9), rng.randint(1, 9)) for id, tokens in running.items()]
+        requests = [
+            DraftRequest(
+                id,
+                tokens,
+                rng.randint(1, 9),
+                rng.randint(1, 9),
+                prompt=prompt,
+                drafted=[rng.randrange(letters) for _ in range(rng.choice([0, 0, 1, 3]))],
+            )
+            for id, (prompt, tokens) in running.items()
+        ]
         trees = drafter.propose(requests)
         drafter.check()
-        pool = [list(text.tokens) for text in drafter.pool.texts]
+        pool: list[tuple[list[int], int]] = []
+        if drafter.pool is not None:
+            numbers = range(drafter.pool._oldest, drafter.pool.count + 1)
+            slots = [number % shared for number in numbers]
+            pool = [(list(drafter.pool._texts[slot].tokens), drafter.pool._ats[slot]) for slot in slots]
         for request, tree in zip(requests, trees, strict=True):
             tree.check(letters)
-            expected = _slow([_cut(request.tokens), pool], request, depth, least / 100)
-            assert (tree.tokens.tolist(), tree.parents.tolist()) == expected
+            found = list(_slow_continuations(list(request.tokens), pool, request, depth))
+            chances = drafter._requests[request.id].reliability.chances
+            nodes = _slow_nodes(found, chances, least)
+            paths = _paths(tree)
+            assert len(tree) == min(request.budget, len(nodes))
+            assert all(
+                nodes[path][0] == pytest.approx(said) for path, said in zip(paths, tree.confidences, strict=True)
+            )
+            best = sorted((probability for _, probability in nodes.values()), reverse=True)[: len(tree)]
+            assert sorted((nodes[path][1] for path in paths), reverse=True) == pytest.approx(best)
             sizes.add(len(tree))
     assert len(sizes) > 3
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_pool_counts_exactly_and_evicts_the_oldest_first(seed: int) -> None:
-    rng = random.Random(seed)
-    letters, capacity = rng.choice([1, 2, 4]), rng.choice([1, 2, 9, 50])
-    pool = Pool(capacity)
-    texts: list[Text | None] = [None] * 3
-    begun: list[Text] = []
-    for step in range(150):
-        writer = rng.randrange(3)
-        if rng.random() < 0.05:
-            texts[writer] = None
-        text = texts[writer] = pool.append(texts[writer], rng.randrange(letters))
-        assert text is not None
-        if text not in begun:
-            begun.append(text)
-        assert pool.size == min(step + 1, capacity)
-        assert list(pool.texts) == begun[len(begun) - len(pool.texts) :]
-        assert not any(other.tokens for other in begun[: len(begun) - len(pool.texts)])
-        if step % 5 == 0:
-            pool.check()
-    pool.check()
-
-
-def test_a_removed_text_leaves_nothing() -> None:
-    rng = random.Random(1)
-    automaton = SuffixAutomaton()
-    texts = []
-    for _ in range(20):
-        texts.append(Text())
-        while len(texts[-1].tokens) < 40 and not texts[-1].full:
-            automaton.append(texts[-1], rng.randrange(3))
-    automaton.check(texts)
-    rng.shuffle(texts)  # in any order
-    while texts:
-        while texts[-1].tokens:
-            automaton.remove(texts[-1])
-        texts.pop()
-        automaton.check(texts)
-    assert automaton.num_states == 1
-
-
-def test_contexts_with_the_same_places_come_once() -> None:
-    automaton, kept, other = SuffixAutomaton(), Text(), Text()
-    for text, tokens in ((kept, (1, 2, 3)), (other, (9, 2, 4))):
-        for token in tokens:
-            automaton.append(text, token)
-    assert len(list(automaton.contexts([1, 2]))) == 2
-    while other.tokens:
-        automaton.remove(other)
-    assert len(list(automaton.contexts([1, 2]))) == 1  # although 2 still has a state of its own
-
-
-def test_check_finds_wrong_counts() -> None:
-    automaton, text = SuffixAutomaton(), Text()
-    for token in (1, 2, 1, 2, 3):
-        automaton.append(text, token)
-    automaton.check([text])
-    for wrong in ([], [text, text], [Text(text.tokens[:-1])]):
-        with pytest.raises(AssertionError):
-            automaton.check(wrong)
 
 
 def test_memory_is_bounded() -> None:
     rng = random.Random(2)
     drafter = SuffixDrafter(shared=500)
-    most = 0
+    assert drafter.pool is not None
     for id in range(40):
         tokens = [rng.randrange(50)]
-        drafter.propose([DraftRequest(id, tokens, 4, 4)])
+        drafter.propose([DraftRequest(id, tokens, 4, 4, prompt=1)])
         tokens += [rng.randrange(rng.choice([2, 50])) for _ in range(rng.choice([20, 700]))]
         drafter.end(id)
         assert drafter.pool.size <= 500
-        most = max(most, drafter.pool.automaton.num_states)
-    assert drafter.pool.size == 500 and 500 < most <= 1002
+        assert len(drafter.pool._texts) <= 500 and all(len(chain) <= 500 for chain in drafter.pool._earlier)
+    assert drafter.pool.size == 500
+    assert len(drafter.pool._latest[0]) <= 4 * 500
     assert not drafter._requests
+    drafter.check()
 
 
 @pytest.mark.parametrize("period", [1, 2, 7])
-def test_a_loop_does_not_get_slower(period: int) -> None:
-    """Work per token, not time: suffixes with counts of their own stay few, and all of a budget is drafted."""
+def test_a_loop_is_drafted_beyond_its_end(period: int) -> None:
     drafter = SuffixDrafter()
     tokens = list(range(period)) * 2
     for _ in range(150):
-        (tree,) = drafter.propose([DraftRequest(0, tokens, 12, 12)])
+        (tree,) = drafter.propose([DraftRequest(0, tokens, 12, 12, prompt=1)])
         assert tree.tokens.tolist() == [(len(tokens) + i) % period for i in range(12)]
         tokens += tree.tokens.tolist()
-        kept = drafter._requests[0]
-        for automaton, text in ((kept.automaton, kept.text), (drafter.pool.automaton, kept.output)):
-            state = text.states[-1] if text is not None else 0
-            suffixes = 0
-            while state:
-                state, suffixes = automaton._link[state], suffixes + 1
-            assert suffixes <= suffix.TEXT_SUFFIXES
-    assert len(drafter.pool.texts) > 5
 
 
-def _draft(drafter: SuffixDrafter, tokens: list[int], budget: int = 4, depth: int = 9, id: int = 0) -> Tree:
-    (tree,) = drafter.propose([DraftRequest(id, tokens, budget, depth)])
-    assert tree.drafter == "suffix" and not tree.laws
+def _draft(
+    drafter: SuffixDrafter,
+    tokens: list[int],
+    budget: int = 4,
+    depth: int = 9,
+    id: int = 0,
+    prompt: int = 99,
+    drafted: Sequence[int] = (),
+) -> tuple[list[int], list[int]]:
+    request = DraftRequest(id, tokens, budget, depth, prompt=min(prompt, len(tokens)), drafted=drafted)
+    (tree,) = drafter.propose([request])
+    assert not tree.laws and (not len(tree) or tree.drafter == "suffix")
     return tree.tokens.tolist(), tree.parents.tolist()
 
 
@@ -229,31 +263,64 @@ def test_trees() -> None:
     assert _draft(drafter, [1, 2, 3, 4, 1, 2], 3) == ([3, 4, 1], [-1, 0, 1])
     assert _draft(drafter, [1, 2, 3, 4, 1, 2], 3, depth=1) == ([3], [-1])
     assert _draft(drafter, [5, 6, 7], id=1) == ([], [])
-    # After 1 came 2 twice and 3 once: 2 is likelier, and what always followed it is as likely as itself.
+    # After 1 came 2 twice and 3 once: a third is not enough for 34 percent.
     text = [1, 2, 8, 5, 1, 3, 9, 6, 1, 2, 8, 7, 1]
-    assert _draft(drafter, text, 3, id=2) == ([2, 8, 3], [-1, 0, -1])
-    # Equally likely: the lower token first.
-    assert _draft(drafter, [1, 4, 5, 1, 3, 6, 1], 2, id=3) == ([3, 4], [-1, -1])
-    # A third is not enough for 34 percent.
     assert _draft(SuffixDrafter(min=34), text, 9, depth=2) == ([2, 8], [-1, 0])
+    tokens, parents = _draft(SuffixDrafter(), text, 9, depth=1)
+    assert (tokens, parents) == ([2, 3], [-1, -1])
+    # The longer context counts for more than two shorter ones.
+    assert _draft(drafter, [3, 1, 5, 1, 4, 1, 4, 3, 1], 1, id=2) == ([5], [-1])
+
+
+def test_what_follows_drafts() -> None:
+    drafter = SuffixDrafter()
+    text = [1, 2, 3, 4, 5, 6, 9, 1]
+    assert _draft(drafter, text, 3, drafted=[2, 3]) == ([4, 5, 6], [-1, 0, 1])
+    assert _draft(drafter, text, 2, drafted=[8, 8]) == ([], [])  # drafts are no places
+    assert _draft(drafter, text, 2) == ([2, 3], [-1, 0])
+    assert _draft(drafter, [*text, 8], 2) == ([], [])  # the 8 was only a draft
 
 
 def test_outputs_are_shared_and_prompts_are_not() -> None:
     drafter = SuffixDrafter()
     first = [7, 8, 9]
-    assert _draft(drafter, first) == ([], [])
+    assert _draft(drafter, first, prompt=3) == ([], [])
     first += [1, 2, 3, 4]
-    _draft(drafter, first)
+    _draft(drafter, first, prompt=3)
     assert _draft(drafter, [7, 8], id=1) == ([], [])
     assert _draft(drafter, [5, 1, 2], id=2)[0] == [3, 4]  # while the other request runs
     first += [6]  # by the step that ended it
     drafter.end(0)
     drafter.end(0)
     assert _draft(drafter, [5, 1, 2], id=3)[0] == [3, 4, 6]
+    late = SuffixDrafter()
+    _draft(late, [7, 8, 1, 2, 3, 4], prompt=2)  # first asked when there is output already
+    assert _draft(late, [5, 7], id=1) == ([], [])
+    assert _draft(late, [5, 1, 2], id=2)[0] == [3, 4]
     alone = SuffixDrafter(shared=0)
-    _draft(alone, [7])
-    _draft(alone, [7, 1, 2, 3])
-    assert _draft(alone, [5, 1, 2], id=1) == ([], []) and alone.pool.size == 0
+    _draft(alone, [7, 1, 2, 3], prompt=1)
+    assert _draft(alone, [5, 1, 2], id=1) == ([], []) and alone.pool is None
+
+
+def test_confidences_learn_and_tell_long_contexts_from_short_ones() -> None:
+    fresh = Reliability().chances
+    assert fresh == sorted(fresh) and 0 < fresh[1] < fresh[32] < 1
+    wrong, right = Reliability(), Reliability()
+    for _ in range(100):
+        wrong.learn(2, [5, 6], [7])
+        right.learn(2, [5, 6], [5, 6])
+    assert wrong.chances[2] < 0.1 and right.chances[2] > 0.9
+    assert right.chances[3] > fresh[3] and wrong.chances[3] == fresh[3]  # after the first token the context is longer
+    for _ in range(10_000):
+        right.learn(2, [5], [7])
+    assert right.chances[2] < 0.1  # what was long ago is forgotten
+    drafter = SuffixDrafter()
+    tokens = [4, 1, 2, 3, 9, 8, 2, 3]
+    (before,) = drafter.propose([DraftRequest(0, tokens, 1, 1, prompt=8)])
+    assert before.tokens.tolist() == [9]
+    tokens += [7, 1, 2, 3]
+    (after,) = drafter.propose([DraftRequest(0, tokens, 1, 1, prompt=8)])
+    assert after.confidences[0] > before.confidences[0]  # three tokens of context instead of two
 
 
 def _accepted(drafter: Drafter, prompt: list[int], output: list[int], budget: int = 8) -> int:
@@ -262,7 +329,7 @@ def _accepted(drafter: Drafter, prompt: list[int], output: list[int], budget: in
     truth = prompt + output
     accepted = 0
     while (left := end - len(tokens) - 1) > 0:
-        (tree,) = drafter.propose([DraftRequest(0, tokens, budget, left)])
+        (tree,) = drafter.propose([DraftRequest(0, tokens, budget, left, prompt=len(prompt))])
         node, stood = -1, 0
         while (child := tree.child(node, truth[len(tokens) + stood])) is not None:
             node, stood = child, stood + 1

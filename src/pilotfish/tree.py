@@ -40,21 +40,27 @@ class DraftTree:
     without replacement, the parent's distribution less those siblings, renormalised. It is the law of the draw itself,
     after every filter. None: the token was not drawn but fixed by the context (n-gram, greedy, top-k), a point mass.
     No laws at all mean None everywhere. Siblings that were drawn stand in the order of drawing.
+
+    `confidences[i]` is what the drafter thinks of the chance that token i stands if its parent does; the controller
+    learns what it means. None at all: the drafter has no opinion.
     """
 
     tokens: Ints  # [nodes]
     parents: Ints  # [nodes]
     drafter: str = ""
     laws: tuple[Probs | None, ...] = ()
+    confidences: tuple[float, ...] = ()
+    drafters: tuple[str, ...] = ()  # [nodes] who drafted each, where one drafter went on with another's tree
 
     @staticmethod
     def empty() -> DraftTree:
         return DraftTree(_ints([]), _ints([]))
 
     @staticmethod
-    def chain(tokens: Sequence[int], drafter: str = "") -> DraftTree:
+    def chain(tokens: Sequence[int], drafter: str = "", confidences: Sequence[float] = ()) -> DraftTree:
         """A tree without branches."""
-        return DraftTree(_ints(tokens), _ints(range(-1, len(tokens) - 1)), drafter)
+        parents = _ints(range(-1, len(tokens) - 1))
+        return DraftTree(_ints(tokens), parents, drafter, confidences=tuple(confidences))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,7 +84,14 @@ class DraftTree:
         """The tree of the first `nodes` nodes: parents come before children, so it is a tree too."""
         if nodes >= len(self):
             return self
-        return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.drafter, self.laws[:nodes])
+        return DraftTree(
+            self.tokens[:nodes],
+            self.parents[:nodes],
+            self.drafter,
+            self.laws[:nodes],
+            self.confidences[:nodes],
+            self.drafters[:nodes],
+        )
 
     def select(self, keep: Sequence[bool]) -> DraftTree:
         """The tree of the nodes with `keep` [nodes] whose ancestors are kept too.
@@ -97,7 +110,54 @@ class DraftTree:
             _ints([place[int(self.parents[node])] for node in kept]),
             self.drafter,
             tuple(self.laws[node] for node in kept) if self.laws else (),
+            tuple(self.confidences[node] for node in kept) if self.confidences else (),
+            tuple(self.drafters[node] for node in kept) if self.drafters else (),
         )
+
+    def graft(self, at: int, other: DraftTree, most: int) -> DraftTree:
+        """This tree with `other` below node `at` (-1: the root), up to `most` nodes in all.
+
+        Where both have the same token in the same place, this tree's node stays. A node without an opinion has the
+        confidence 1. Raises ValueError when a drawn node would be added: its law would not fit its new siblings.
+        """
+        if any(law is not None for law in other.laws):
+            raise ValueError("a drawn draft can not be grafted")
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        confidences, drafters = list(self.all_confidences()), list(self.all_drafters())
+        laws = list(self.laws)
+        at_of = {-1: at}
+        places = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+        rows = zip(
+            other.tokens.tolist(),
+            other.parents.tolist(),
+            other.all_confidences(),
+            other.all_drafters(),
+            strict=True,
+        )
+        for node, (token, parent, confidence, drafter) in enumerate(rows):
+            if parent not in at_of:
+                continue
+            place = at_of[parent], token
+            if place not in places:
+                if len(tokens) >= most:
+                    continue
+                places[place] = len(tokens)
+                tokens.append(token)
+                parents.append(place[0])
+                confidences.append(confidence)
+                drafters.append(drafter)
+                if laws:
+                    laws.append(None)
+            at_of[node] = places[place]
+        return DraftTree(_ints(tokens), _ints(parents), self.drafter, tuple(laws), tuple(confidences), tuple(drafters))
+
+    def all_confidences(self) -> tuple[float, ...]:
+        """[nodes] 1 where the drafter has no opinion."""
+        return self.confidences or (1.0,) * len(self)
+
+    def all_drafters(self) -> tuple[str, ...]:
+        """[nodes] who drafted each."""
+        return self.drafters or (self.drafter,) * len(self)
 
     def law(self, node: int) -> Probs | None:
         """The law that the token of `node` was drawn from; None when it was not drawn."""
@@ -118,6 +178,11 @@ class DraftTree:
             raise ValueError("tokens and parents must be whole numbers")
         if len(self.laws) not in (0, len(self)):
             raise ValueError(f"{len(self.laws)} laws for {len(self)} nodes")
+        for what, values in (("confidences", self.confidences), ("drafters", self.drafters)):
+            if len(values) not in (0, len(self)):
+                raise ValueError(f"{len(values)} {what} for {len(self)} nodes")
+        if not all(0 <= confidence <= 1 for confidence in self.confidences):  # a NaN fails
+            raise ValueError("a confidence must lie in 0..1")
         if len(self) == 0:
             return
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:

@@ -5,34 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from pilotfish.drafters.base import Drafter, DraftRequest, Option
+from pilotfish.drafters.base import DraftRequest, Host, Price
+from pilotfish.drafters.speculation import Option
 from pilotfish.tree import DraftTree
+
+CONFIDENCE = 0.99  # the grammar's spelling of a forced text is not always the model's
 
 
 class GrammarDrafter:
-    """Proposes the forced tokens of requests that have some, and leaves the others to another drafter."""
+    """Proposes the forced tokens of requests that have some."""
 
     name = "grammar"
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
-    def __init__(self, other: Drafter | None = None) -> None:
-        self._other = other
+    @classmethod
+    def make(cls, host: Host | None) -> GrammarDrafter:
+        return cls()
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """One tree for each request. `other` is asked once, for all that it is to draft for, or not at all."""
-        trees = [
-            DraftTree.chain(request.forced[: min(request.budget, request.max_depth)], self.name)
-            if request.forced
-            else DraftTree.empty()
-            for request in requests
-        ]
-        free = [index for index, request in enumerate(requests) if not request.forced]
-        if self._other is not None and free:
-            proposed = self._other.propose([requests[index] for index in free])
-            for index, tree in zip(free, proposed, strict=True):
-                trees[index] = tree
-        return trees
+    def propose(self, requests: Sequence[DraftRequest], price: Price | None = None) -> list[DraftTree]:
+        return [self._propose(request) for request in requests]
 
     def end(self, id: int) -> None:
-        if self._other is not None:
-            self._other.end(id)
+        pass
+
+    def _propose(self, request: DraftRequest) -> DraftTree:
+        if request.drafted or not request.forced:
+            return DraftTree.empty()
+        forced = request.forced[: min(request.budget, request.max_depth)]
+        return DraftTree.chain(forced, self.name, [CONFIDENCE] * len(forced))
