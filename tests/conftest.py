@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ import pytest
 
 if TYPE_CHECKING:
     from pilotfish import LLM
+
+# What is tested must not hang on what passes cost here; tests/test_calibrate.py measures.
+os.environ.setdefault("PILOTFISH_CALIBRATION_SECONDS", "0")
 
 
 @pytest.fixture(scope="session")

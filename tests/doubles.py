@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pilotfish.drafters.base import DraftRequest
+from pilotfish.drafters.base import DraftRequest, Price
 from pilotfish.errors import RequestError
 from pilotfish.history import Grammar
 from pilotfish.output import Detokenizer
@@ -92,7 +92,7 @@ class Oracle:
     name: str = "oracle"
     ended: list[int] = field(default_factory=list)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[DraftRequest], price: Price | None = None) -> list[DraftTree]:
         return [self._tree(request) for request in requests]
 
     def end(self, id: int) -> None:

@@ -106,8 +106,8 @@ def _run(
 ) -> list[Answer]:
     drafter: Drafter | None = {
         "none": None,
-        "ngram": GrammarDrafter(NgramDrafter(2)),
-        "oracle": GrammarDrafter(Oracle(truth, np.random.default_rng(7))),
+        "ngram": NgramDrafter(2),
+        "oracle": Oracle(truth, np.random.default_rng(7)),
         "grammar": GrammarDrafter(),
     }[case["drafter"]]
     answers: dict[int, Answer] = {}

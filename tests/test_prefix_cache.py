@@ -11,9 +11,8 @@ import pytest
 
 from doubles import VOCAB, EvenSum, Letters, Oracle
 from pilotfish.backends.native import NativeBackend
-from pilotfish.drafters.base import Speculation, parse_request_speculation
-from pilotfish.drafters.grammar import GrammarDrafter
 from pilotfish.drafters.ngram import NgramDrafter
+from pilotfish.drafters.speculation import Part, Speculation, parse_request_speculation, parse_speculation
 from pilotfish.engine import Engine, Target
 from pilotfish.errors import InputError, RequestError
 from pilotfish.history import Grammar
@@ -143,10 +142,10 @@ def test_bad_speculation_of_a_request(value: Any, message: str) -> None:
 
 
 def test_speculation_of_a_request() -> None:
-    assert parse_request_speculation({"latency_target_ms_per_token": 40}) == Speculation(
-        "ngram", None, {"n": 4}, latency_target_ms=40
-    )
-    assert parse_request_speculation({"method": "off"}).make() is None
+    asked = parse_request_speculation({"method": "ngram", "latency_target_ms_per_token": 40})
+    assert asked == Speculation((Part("ngram", None, {"n": 4}),), latency_target_ms=40)
+    assert parse_request_speculation({"latency_target_ms_per_token": 40}).parts == parse_speculation("auto").parts
+    assert parse_request_speculation({"method": "off"}) == Speculation()
 
 
 def test_a_latency_target_bounds_the_prompts_beside_it(target: Target) -> None:
@@ -222,7 +221,7 @@ def test_a_grammar_at_its_limit_ends_its_request_and_no_other(target: Target) ->
             return Exhausted(VOCAB)
 
     prompt = [1, 2, 3, 4, 5, 6] * 6
-    engine = Engine(target, GrammarDrafter(NgramDrafter(2)), 4, texts=Texts())
+    engine = Engine(target, NgramDrafter(2), 4, texts=Texts())
     params = SamplingParams(max_tokens=12, structured=StructuredOutput(regex="any"), banned_token_ids=[5])
     (limited,) = engine.add(prompt, params)
     (other,) = engine.add(prompt, SamplingParams(max_tokens=12))
@@ -238,5 +237,5 @@ def test_a_request_that_is_refused_leaves_nothing(target: Target) -> None:
     for speculation in (None, parse_request_speculation("ngram")):
         with pytest.raises(InputError, match="tokens of KV cache"):
             engine.add([1] * 20, SamplingParams(max_tokens=100), speculation=speculation)
-    assert not engine.busy and not engine.drafting._keys
+    assert not engine.busy and not engine.drafting._teams
     engine.check()

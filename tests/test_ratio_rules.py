@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pilotfish.backends.native import NativeBackend
-from pilotfish.drafters.base import DraftRequest
+from pilotfish.drafters.base import DraftRequest, Price
 from pilotfish.engine import Engine, Target
 from pilotfish.history import History
 from pilotfish.models.decoder import decoder_program
@@ -46,7 +46,7 @@ class Sampled:
     table: np.ndarray = field(default_factory=lambda: _table(1, 1.0))
     name: str = "sampled"
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[DraftRequest], price: Price | None = None) -> list[DraftTree]:
         return [self._tree(request) for request in requests]
 
     def end(self, id: int) -> None:

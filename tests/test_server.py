@@ -83,7 +83,11 @@ def test_speculation_changes_nothing_but_its_counts(client: openai.OpenAI, tempe
         if temperature == 0:
             assert counts["drafted"] >= counts["accepted"] > 0
             assert counts["acceptance_length"] > 1
-            assert counts["by_drafter"]["ngram"] == {"drafted": counts["drafted"], "accepted": counts["accepted"]}
+            for what in ("drafted", "accepted"):
+                assert sum(drafter[what] for drafter in counts["by_drafter"].values()) == counts[what]
+            report = counts["report"]
+            assert sum(report["steps"].values()) > report["steps"].get("plain", 0)
+            assert report["step_ms"] > 0 and report["plain_ms"] > 0
 
 
 def test_several_prompts_and_samples(client: openai.OpenAI) -> None:

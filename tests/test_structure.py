@@ -35,14 +35,20 @@ LEVELS = {
     "engine": 5,
     "active": 5,
     "drafting": 5,
+    "team": 5,
+    "watchdog": 5,
     "llm": 6,
     "bench": 6,
+    "arguments": 6,
+    "calibrate": 6,
+    "completion": 6,
     "profile": 6,
     "cli": 6,
     "generate": 6,
     "files": 6,
     "server": 6,
     "load": 6,
+    "plan": 6,
     "compare": 6,
     "__main__": 6,
 }
@@ -94,7 +100,8 @@ def test_only_the_engine_sees_ledger_and_compute() -> None:
     for path in MODULES:
         modules = {module for module in _imports(path) if module.startswith("pilotfish.")}
         if LEVELS[path.relative_to(SOURCE).parts[0].removesuffix(".py")] == 6:
-            modules.discard("pilotfish.control.memory")  # the edges plan memory before there is an engine
+            # The edges plan memory, and measure what passes cost, before there is an engine.
+            modules = {module for module in modules if not module.startswith("pilotfish.control.")}
         if {LEDGER, COMPUTE} <= {LEVELS[_unit(module)] for module in modules}:
             assert path.name == "engine.py"
 

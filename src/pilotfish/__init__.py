@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pilotfish.completion import Chunk, Completion
     from pilotfish.errors import InputError, PilotfishError
-    from pilotfish.llm import LLM, Chunk, Completion
+    from pilotfish.llm import LLM
     from pilotfish.params import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
@@ -15,8 +16,8 @@ __version__ = "0.1.0"
 # Loaded on first use, so that a part of the package can be used and tested without the rest.
 _HOMES = {
     "LLM": "llm",
-    "Chunk": "llm",
-    "Completion": "llm",
+    "Chunk": "completion",
+    "Completion": "completion",
     "InputError": "errors",
     "PilotfishError": "errors",
     "SamplingParams": "params",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pilotfish.errors import PilotfishError, RequestError
+from pilotfish.errors import InputError, PilotfishError, RequestError
 from pilotfish.history import History
 from pilotfish.node_rows import token_logprob
-from pilotfish.output import OutputText
-from pilotfish.program import Floats
+from pilotfish.output import OutputText, Texts
+from pilotfish.params import SamplingParams
+from pilotfish.program import Floats, Program
 from pilotfish.request import FinishReason, Request
 
 
@@ -93,3 +94,38 @@ class Active:
         request.fault = not isinstance(error, RequestError)
         request.error = str(error) if isinstance(error, PilotfishError) else f"{type(error).__name__}: {error}"
         return Update(request, (), self.text.finish() if self.text is not None else "", True)
+
+
+def most_tokens(program: Program, prompt: Sequence[int], params: SamplingParams, texts: Texts | None) -> int:
+    """How many tokens the request may have in the end. Raises InputError if anything that it names does not exist."""
+    context, vocab = program.context_length, program.vocab_size
+    if len(prompt) >= context:
+        raise InputError(f"the prompt has {len(prompt)} tokens; the context of {context} must leave room for one more")
+    named = {
+        "the prompt": prompt,
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_token_ids": params.banned_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise InputError(f"{name} has token id {token}; the vocabulary has ids 0..{vocab - 1}")
+    if texts is None and (params.stop or params.bad_words or params.structured):
+        raise InputError("stop strings, bad words and structured output need a tokenizer")
+    return context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
+
+
+def new_history(
+    prompt: Sequence[int], params: SamplingParams, vocab_size: int, end_ids: frozenset[int], texts: Texts | None
+) -> History | None:
+    """What the request's tokens do to its logits, None: nothing. Raises InputError for a grammar that is none."""
+    if not params.adjusts:
+        return None
+    bad_words: list[Sequence[int]] = []
+    grammar = None
+    if texts is not None:
+        bad_words = [ids for word in params.bad_words for ids in texts.spellings(word)]
+        grammar = None if params.structured is None else texts.grammar(params.structured)
+    return History(params, prompt, vocab_size, end_ids, bad_words, grammar)

@@ -11,6 +11,7 @@ from pilotfish.compare import verify
 from pilotfish.errors import InputError, PilotfishError
 from pilotfish.generate import generate
 from pilotfish.load import load
+from pilotfish.plan import plan
 from pilotfish.server.serve import serve
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(verify)
 app.command()(serve)
+app.command()(plan)
 bench.app.command()(load)
 app.add_typer(bench.app, name="bench")
 

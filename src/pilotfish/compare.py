@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from pilotfish.arguments import AsJson, Context, Model, Threads, Weights
 from pilotfish.bench import Sample, machine, read_prompts
-from pilotfish.drafters.base import parse_speculation
+from pilotfish.drafters.speculation import parse_speculation
 from pilotfish.errors import PilotfishError
-from pilotfish.generate import MODEL
 from pilotfish.llm import LLM
 from pilotfish.params import SamplingParams
 from pilotfish.request import Request
@@ -83,7 +83,7 @@ class Trace:
 
 
 def verify(
-    model: Annotated[str, MODEL],
+    model: Model,
     speculation: Annotated[list[str] | None, typer.Option(metavar="S", help="what to check; may be repeated")] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help='JSON lines {"class": ..., "prompt": ...} instead of our own')
@@ -93,10 +93,10 @@ def verify(
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of each answer")] = 64,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="of the first prompt; the next has N + 1")] = 0,
-    context: Annotated[int | None, typer.Option(metavar="N", help="most tokens of prompt and answer")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4")] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    context: Context = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare tokens and logits with and without speculation, bit by bit, and measure what is accepted.
 

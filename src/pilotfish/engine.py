@@ -5,25 +5,28 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pilotfish.active import Active, Update
-from pilotfish.control.budget import BudgetController
+from pilotfish.active import Active, Update, most_tokens, new_history
+from pilotfish.control.controller import Controller, StepShare
+from pilotfish.control.cost import Load
 from pilotfish.control.latency import LatencyGuard
-from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest, Speculation
-from pilotfish.drafting import Ask, Drafting
-from pilotfish.errors import InputError, PilotfishError, RequestError
-from pilotfish.history import History
+from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest
+from pilotfish.drafters.speculation import Part, Speculation
+from pilotfish.drafting import Drafting
+from pilotfish.errors import PilotfishError, RequestError
 from pilotfish.kv.pool import BlockPool
-from pilotfish.metrics import now_ms
-from pilotfish.node_rows import NodeRows
+from pilotfish.metrics import EngineStats, StepReport, now_ms
+from pilotfish.node_rows import NodeRows, cut_illegal
 from pilotfish.output import OutputText, Texts
 from pilotfish.params import SamplingParams
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Program, Result
 from pilotfish.request import Request
 from pilotfish.sampling import Chance, Logits
 from pilotfish.scheduler import Scheduled, Scheduler, StepPlan
-from pilotfish.tree import DraftTree, Rows, TreeBatch, Verdict
+from pilotfish.team import Ask
+from pilotfish.tree import DraftTree, Ints, Rows, TreeBatch, Verdict
 from pilotfish.verify import RULES, Rule
 
 TOKEN_BUDGET = 512  # rows of a step at most
@@ -43,34 +46,12 @@ class Target:
     eos_ids: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """Where the time of a step went, in milliseconds."""
-
-    rows: int
-    draft_ms: float
-    forward_ms: float
-    step_ms: float
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """How the engine stands; counts are since its start."""
-
-    running: int
-    waiting: int
-    kv_usage: float  # blocks of running requests over all
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    drafter_failures: int
-
-
 class Engine:
     """Runs many requests in one batch. Not thread-safe: one thread steps it.
 
-    `drafter` serves the requests that name no speculation of their own, with a fixed `draft_budget` or, without it, one
-    that the controller chooses. `texts` is needed for requests with stop strings, bad words or structured output, and
+    `speculation` is that of requests that name none of their own; `make` builds the drafters that it and they name.
+    Instead of it a `drafter` may be given, with a fixed `draft_budget` or, without it, what the `controller` chooses.
+    `texts` is needed for requests with stop strings, bad words or structured output, and
     for updates with text. `watch` is called with each request and the target's rows [vocab] behind its new tokens, as
     the model gave them, before they are forgotten.
     """
@@ -81,18 +62,24 @@ class Engine:
         drafter: Drafter | None = None,
         draft_budget: int | None = None,
         *,
+        speculation: Speculation | None = None,
+        make: Callable[[Part], Drafter] | None = None,
+        controller: Controller | None = None,
         max_num_seqs: int = 8,
         token_budget: int = TOKEN_BUDGET,
         texts: Texts | None = None,
         watch: Callable[[Request, Sequence[Logits]], None] | None = None,
     ) -> None:
         self.target = target
-        self.budgets = BudgetController(ADAPTIVE_DRAFT_TOKENS)
-        self.drafting = Drafting(drafter, target.program.vocab_size)
+        self.controller = controller or Controller()
+        self.drafting = Drafting(self.controller, target.program.vocab_size, make)
         self.scheduler = Scheduler(BlockPool(target.num_blocks), BLOCK_SIZE, token_budget, max_num_seqs)
         self.last_step: StepReport | None = None
         self._guard = LatencyGuard()
-        self._draft_budget = draft_budget
+        if speculation is None:
+            self._team = self.drafting.team_of(drafter, draft_budget)
+        else:
+            self._team = self.drafting.team(speculation)
         self._texts = texts
         self._watch = watch
         self._active: dict[int, Active] = {}
@@ -102,6 +89,7 @@ class Engine:
     def close(self) -> None:
         """Another engine takes over the target's KV; this one must not step again."""
         self._closed = True
+        self.drafting.close()
 
     def add(
         self,
@@ -118,12 +106,11 @@ class Engine:
         whether the output is a text of its own or goes on after the prompt, by default what `texts` says. Raises
         InputError when it can not be served.
         """
-        limit = self._limit(prompt, params)
+        limit = most_tokens(self.target.program, prompt, params, self._texts)
         end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.target.eos_ids)))
-        history = self._history(prompt, params, end_ids)
-        drafter = self.drafting.key(speculation)
+        history = new_history(prompt, params, self.target.program.vocab_size, end_ids, self._texts)
+        team = self._team if speculation is None else self.drafting.team(speculation)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        fixed = self._draft_budget if speculation is None else speculation.k
         requests: list[Request] = []
         for index in range(params.n):
             if index == 1:  # one sample tells of the prompt
@@ -140,50 +127,17 @@ class Engine:
                 sibling=requests[0].id if requests else None,
                 reuse=not wants_prompt,
             )
-            self.drafting.begin(request.id, drafter)
-            if fixed is not None:
-                self.budgets.fix(request.id, fixed)
+            target_ms = None if speculation is None else speculation.latency_target_ms
+            self.drafting.begin(request.id, team)
+            self.controller.begin(request.id, target_ms)
             text = None
             if self._texts is not None:
                 text = OutputText(self._texts.new_detokenizer(answers), params.stop, params.min_tokens)
-            target_ms = None if speculation is None else speculation.latency_target_ms
             own_history = history.copy() if history is not None and requests else history
             self._active[request.id] = Active(request, end_ids, text, own_history, target_ms)
             self._next_id += 1
             requests.append(request)
         return requests
-
-    def _limit(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """How many tokens the request may have in the end, if all it names exists."""
-        context, vocab = self.target.program.context_length, self.target.program.vocab_size
-        if len(prompt) >= context:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens; the context of {context} must leave room for one more"
-            )
-        named = {
-            "the prompt": prompt,
-            "logit_bias": params.logit_bias,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "banned_token_ids": params.banned_token_ids,
-            "stop_token_ids": params.stop_token_ids,
-        }
-        for name, ids in named.items():
-            for token in ids:
-                if not 0 <= token < vocab:
-                    raise InputError(f"{name} has token id {token}; the vocabulary has ids 0..{vocab - 1}")
-        if self._texts is None and (params.stop or params.bad_words or params.structured):
-            raise InputError("stop strings, bad words and structured output need a tokenizer")
-        return context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
-
-    def _history(self, prompt: Sequence[int], params: SamplingParams, end_ids: frozenset[int]) -> History | None:
-        if not params.adjusts:
-            return None
-        bad_words: list[Sequence[int]] = []
-        grammar = None
-        if self._texts is not None:
-            bad_words = [ids for word in params.bad_words for ids in self._texts.spellings(word)]
-            grammar = None if params.structured is None else self._texts.grammar(params.structured)
-        return History(params, prompt, self.target.program.vocab_size, end_ids, bad_words, grammar)
 
     def cancel(self, request: Request) -> None:
         """Drop a request that is not finished; its blocks are free at once."""
@@ -209,14 +163,19 @@ class Engine:
         started = now_ms()
         plan = self.scheduler.schedule(self._budget, self._most_prefill())
         try:
-            trees, draft_ms = self._propose(plan)
-            computing = now_ms()
-            batch = self._batch(plan, trees)
+            # Before anyone drafts: a drafter may write to blocks that a copy is still to be made of.
             for copy in plan.copies:
                 self.target.kv.move(
                     (copy.source, copy.target), range(copy.slots), range(BLOCK_SIZE, BLOCK_SIZE + copy.slots)
                 )
-            result = self.target.executable.forward(batch, self.target.kv, self._needs_logits(plan))
+            trees, draft_ms = self._propose(plan)
+            computing = now_ms()
+            batch = self._batch(plan, trees)
+            logits = self._needs_logits(plan)
+            result = self.drafting.target_pass(batch, logits, [item.id for item in plan.scheduled], trees)
+            split = result is not None
+            if result is None:
+                result = self.target.executable.forward(batch, self.target.kv, logits)
             forward_ms = now_ms() - computing
         except Exception as error:  # it hit the requests of this step and no others
             logger.exception("a step failed; %d requests end with it", len(plan.scheduled))
@@ -225,6 +184,9 @@ class Engine:
             updates = self._judge(plan, trees, batch, result)
             step_ms = now_ms() - started
             self._guard.observe(batch.num_rows, step_ms)
+            if not split:
+                self.controller.observe_pass(Load.of(batch), forward_ms)
+            self._account(plan, trees, updates, draft_ms, step_ms)
             self.last_step = StepReport(batch.num_rows, draft_ms, forward_ms, step_ms)
             for update in updates:
                 update.request.timings.add(len(update.tokens), step_ms, draft_ms, forward_ms)
@@ -244,6 +206,7 @@ class Engine:
             prefix_hit_tokens=cache.hit_tokens,
             preemptions=scheduler.preemptions,
             drafter_failures=self.drafting.failures,
+            decisions=dict(self.controller.decisions),
         )
 
     def check(self) -> None:
@@ -254,18 +217,15 @@ class Engine:
             assert self.scheduler.entry(id).length == len(active.request.tokens)
 
     def _budget(self, id: int) -> int:
-        if not self.drafting.may_draft(id):
-            return 0
+        room = self.drafting.room(id, ADAPTIVE_DRAFT_TOKENS)
         active = self._active[id]
-        # What a grammar forces is right or nearly so, whatever became of other drafts.
-        try:
-            active.forced = active.history.forced() if active.history is not None else []
-        except RequestError:  # a grammar at its limits, which the request's own row will tell
-            active.forced = []
-        budget = self.budgets.budget(id)
-        if not active.forced:
-            return budget
-        return min(len(active.forced), MAX_DRAFT_TOKENS if self.budgets.fixed(id) is None else budget)
+        active.forced = []
+        if room and active.history is not None:
+            with suppress(RequestError):  # a grammar at its limits, which the request's own row will tell
+                active.forced = active.history.forced()
+        if self.drafting.fixed(id) is not None:
+            return min(room, len(active.forced)) if active.forced else room
+        return max(room, min(len(active.forced), MAX_DRAFT_TOKENS))
 
     def _most_prefill(self) -> int | None:
         """What latency targets leave for prompts beside the requests that generate."""
@@ -285,15 +245,37 @@ class Engine:
         trees = [DraftTree.empty() for _ in plan.scheduled]
         asked = [index for index, item in enumerate(plan.scheduled) if item.draft_budget]
         if asked:
-            asks = []
-            for item in (plan.scheduled[index] for index in asked):
-                active = self._active[item.id]
-                tokens, rule = active.request.tokens, active.request.params.acceptance
-                request = DraftRequest(item.id, tokens, item.draft_budget, item.draft_depth, active.forced)
-                asks.append(Ask(request, active.history, exact_law=rule != "match"))
-            for index, tree in zip(asked, self.drafting.propose(asks), strict=True):
+            asks = [self._ask(plan.scheduled[index]) for index in asked]
+            emitting = sum(item.last for item in plan.scheduled)
+            for index, tree in zip(asked, self.drafting.propose(asks, _load(plan), emitting), strict=True):
                 trees[index] = tree
         return trees, now_ms() - started
+
+    def _ask(self, item: Scheduled) -> Ask:
+        active = self._active[item.id]
+        request, history = active.request, active.history
+        asked = DraftRequest(
+            item.id,
+            request.tokens,
+            item.draft_budget,
+            item.draft_depth,
+            active.forced,
+            prompt=len(request.prompt),
+            computed=item.start,
+            blocks=self.scheduler.entry(item.id).blocks,
+            params=request.params,
+            seed=request.seed,
+        )
+
+        def legal(tree: DraftTree) -> DraftTree:
+            if history is None:
+                return tree
+            try:
+                return cut_illegal(tree, history, asked.draws)
+            except RequestError:  # a grammar at its limits, which the request's own row will tell
+                return DraftTree.empty()
+
+        return Ask(asked, legal, len(request.tokens))
 
     def _batch(self, plan: StepPlan, trees: Sequence[DraftTree]) -> TreeBatch:
         rows = []
@@ -338,13 +320,16 @@ class Engine:
         length = len(request.tokens)
         rows = NodeRows(result, stop - len(tree) - 1, tree, request.params, request.seed, length, active.history)
         verdict = self._rule(request)(tree, rows, Chance(request.seed, length))
-        return self._commit(item, tree, rows, verdict)
+        choices = result.argmax[stop - len(tree) - 1 : stop] if self.drafting.observes(item.id) else None
+        return self._commit(item, tree, rows, verdict, choices)
 
     def _rule(self, request: Request) -> Rule:
         # Without chance all rules are one, and this one needs no distributions.
         return RULES["match" if request.params.temperature == 0 else request.params.acceptance]
 
-    def _commit(self, item: Scheduled, tree: DraftTree, rows: NodeRows, verdict: Verdict) -> Update:
+    def _commit(
+        self, item: Scheduled, tree: DraftTree, rows: NodeRows, verdict: Verdict, choices: Ints | None
+    ) -> Update:
         active, end = self._active[item.id], item.start + item.count
         self._compact(item.id, end, verdict.path)
         update = active.append(verdict.tokens, self.scheduler.entry(item.id).limit)
@@ -357,11 +342,35 @@ class Engine:
             request.logprobs += [rows.logprobs(node, token) for node, token in zip(nodes, update.tokens, strict=True)]
         if self._watch is not None:
             self._watch(request, [rows.logits(node) for node in nodes])
-        request.counts.add(tree.drafter, len(tree), int(tree.depths().max(initial=0)), accepted)
-        if not active.forced:
-            self.budgets.observe(item.id, len(tree), accepted)
-        active.forced = []
+        request.counts.add(tree, verdict.path[:accepted])
+        self.drafting.observe(item.id, tree, verdict.path, accepted, choices)
         return update
+
+    def _account(
+        self, plan: StepPlan, trees: Sequence[DraftTree], updates: Sequence[Update], draft_ms: float, step_ms: float
+    ) -> None:
+        """Tell the controller what the step cost each request that drafts are made for, and what it brought."""
+        emitting = [index for index, item in enumerate(plan.scheduled) if item.last]
+        if not any(self.drafting.speculates(plan.scheduled[index].id) for index in emitting):
+            return
+        plain = _load(plan)
+        nodes = sum(len(tree) for tree in trees)
+        outputs = None if plain.outputs is None else plain.outputs + nodes
+        drafted = Load(plain.rows + nodes, plain.context, plain.work + nodes * plain.context, outputs)
+        plain_ms = self.controller.costs.ms(plain)
+        verify_ms = self.controller.costs.ms(drafted) - plain_ms
+        drafting = sum(plan.scheduled[index].draft_budget > 0 for index in emitting)
+        for index in emitting:
+            id, tree, count = plan.scheduled[index].id, trees[index], len(emitting)
+            if self.drafting.speculates(id):
+                share = StepShare(
+                    draft_ms / drafting if plan.scheduled[index].draft_budget else 0.0,
+                    verify_ms * len(tree) / nodes if nodes else 0.0,
+                    step_ms / count,
+                    plain_ms / count,
+                )
+                what = "+".join(dict.fromkeys(tree.all_drafters())) or "plain"
+                self.controller.account(id, what, len(updates[index].tokens), share)
 
     def _compact(self, id: int, end: int, path: Sequence[int]) -> None:
         """Bring the KV of the accepted path into the slots of its positions; a chain lies there already."""
@@ -372,6 +381,16 @@ class Engine:
 
     def _end(self, id: int) -> None:
         self.scheduler.finish(id)
-        del self._active[id]
-        self.budgets.end(id)
+        request = self._active.pop(id).request
+        if self.drafting.speculates(id):
+            request.report = self.controller.report(id)
         self.drafting.end(id)
+        self.controller.end(id)
+
+
+def _load(plan: StepPlan) -> Load:
+    """What the planned pass has to do without any drafts."""
+    rows = sum(item.count for item in plan.scheduled)
+    context = sum(item.start + item.count for item in plan.scheduled)
+    work = sum(item.count * item.start + item.count * (item.count + 1) // 2 for item in plan.scheduled)
+    return Load(rows, context, work, sum(item.last for item in plan.scheduled))

@@ -9,18 +9,14 @@ from typing import Annotated
 
 import typer
 
-from pilotfish.drafters.base import parse_speculation, parse_speculative_config
+from pilotfish.arguments import SPECULATION, Context, Model, Threads, Weights
+from pilotfish.completion import Completion
+from pilotfish.drafters.speculation import parse_speculation, parse_speculative_config
 from pilotfish.errors import InputError, PilotfishError
 from pilotfish.files import read_text
-from pilotfish.llm import LLM, Completion
+from pilotfish.llm import LLM
 from pilotfish.params import ACCEPTANCE_RULES, MAX_LOGPROBS, SamplingParams, StructuredOutput
 
-MODEL = typer.Argument(metavar="MODEL", help="a .gguf file, a Hugging Face model directory, or demo")
-SPECULATION = (
-    "off; ngram[:k=K,n=4,min=2]: K draft tokens per step (default: as many as pay), n-grams of min to n tokens; "
-    "suffix[:k=K,depth=32,shared=200000,min=10]: what followed the longest known context here or in earlier answers; "
-    "grammar: only what a structured output forces"
-)
 _CHOICE, _END, _FORM, _OUT = "Choice of tokens", "End of the answer", "Structured output (one of them)", "Output"
 
 
@@ -30,7 +26,7 @@ def _option(help: str, metavar: str | None = None, panel: str | None = None) -> 
 
 
 def generate(
-    model: Annotated[str, MODEL],
+    model: Model,
     prompt: Annotated[str | None, _option("the prompt", "TEXT")] = None,
     prompt_file: Annotated[str | None, _option("a file with the prompt; - is stdin", "FILE")] = None,
     chat: Annotated[
@@ -49,11 +45,9 @@ def generate(
             "RULE",
         ),
     ] = "match",
-    context: Annotated[int | None, _option("most tokens of prompt and answer", "N")] = None,
-    weights: Annotated[
-        str | None, _option("requantise on load: bf16, int8 or int4 (default: as in the file)", "KIND")
-    ] = None,
-    threads: Annotated[int | None, _option("worker threads (default: the usable cores)", "N")] = None,
+    context: Context = None,
+    weights: Weights = None,
+    threads: Threads = None,
     temperature: Annotated[float, _option("0 takes the most likely token", "T", _CHOICE)] = 0.0,
     top_k: Annotated[int, _option("sample from the N likeliest tokens; 0: all", "N", _CHOICE)] = 0,
     top_p: Annotated[float, _option("sample from the likeliest that hold this probability", "P", _CHOICE)] = 1.0,
@@ -109,6 +103,9 @@ def generate(
     ] = None,
     prompt_logprobs: Annotated[int | None, _option("the same for the prompt; needs --json", "N", _OUT)] = None,
     echo: Annotated[bool, typer.Option("--echo", help="begin with the prompt", rich_help_panel=_OUT)] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="tell what was drafted, and whether it paid", rich_help_panel=_OUT)
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="print one JSON object instead of the text", rich_help_panel=_OUT)
     ] = False,
@@ -166,6 +163,8 @@ def generate(
             print(completion.text)
         if not as_json:
             print(summary(completion), file=sys.stderr)
+        if explain:
+            print("\n".join(explanation(completion)), file=sys.stderr)
         if completion.error is not None:
             raise PilotfishError(completion.error)
 
@@ -193,6 +192,29 @@ def summary(completion: Completion) -> str:
             f"({speculation['accepted']} of {speculation['drafted']} drafts accepted)"
         )
     return line
+
+
+def explanation(completion: Completion) -> list[str]:
+    """What the controller decided for the request, and what came of it, in lines for people."""
+    speculation = completion.speculation
+    report = speculation.get("report")
+    if report is None:
+        return ["speculation was off"]
+    steps = sum(report["steps"].values())
+    lines = [
+        f"{steps} steps: " + ", ".join(f"{count} {what}" for what, count in sorted(report["steps"].items())),
+        *(
+            f"{name}: {counts['accepted']} of {counts['drafted']} drafts accepted"
+            for name, counts in speculation["by_drafter"].items()
+        ),
+        f"drafting took {report['draft_ms']:.1f} ms, rows of drafts about {report['verify_ms']:.1f} ms",
+    ]
+    if report["plain_ms"] and report["step_ms"]:
+        lines.append(
+            f"the steps took {report['step_ms']:.1f} ms; without drafts they would have taken about "
+            f"{report['plain_ms']:.1f} ms ({report['plain_ms'] / report['step_ms']:.2f} times that)"
+        )
+    return lines
 
 
 def _structured(

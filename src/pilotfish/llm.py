@@ -9,9 +9,15 @@ from typing import Any, Literal
 
 from pilotfish.backends.native import NativeBackend, usable_cores
 from pilotfish.backends.reference import ReferenceBackend
+from pilotfish.calibrate import calibrated, calibration_seconds, measure, model_key, shown
+from pilotfish.completion import Chunk, Completion, Logprob
 from pilotfish.config import ModelConfig
+from pilotfish.control.acceptance import Experience
+from pilotfish.control.controller import Controller
+from pilotfish.control.cost import CostModel, Load
 from pilotfish.control.memory import MemoryPlan, available_memory, plan_memory
-from pilotfish.drafters.base import MAX_DRAFT_TOKENS, Speculation, parse_speculation
+from pilotfish.drafters.base import MAX_DRAFT_TOKENS, Footprint, Host, Measurable
+from pilotfish.drafters.speculation import Speculation, drafter_class, parse_speculation
 from pilotfish.engine import TOKEN_BUDGET, Engine, Target
 from pilotfish.errors import InputError
 from pilotfish.loaders import load_model
@@ -22,75 +28,12 @@ from pilotfish.loaders.tokenizer import Detokenizer, Tokenizer
 from pilotfish.metrics import now_ms
 from pilotfish.models.decoder import decoder_program
 from pilotfish.params import SamplingParams, StructuredOutput
-from pilotfish.program import BLOCK_SIZE, Backend, Program
+from pilotfish.program import BLOCK_SIZE, KV, Backend, Executable, Program
 from pilotfish.request import Request, TokenLogprob
 
 Prompt = str | Sequence[int]
 
 DEFAULT_CONTEXT = 32768
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request. `finish_reason` is stop, length or error, and then `error` says what went wrong.
-
-    `logprobs` has an entry for each token, `prompt_logprobs` one for each token of the prompt but the first; they are
-    None where they were not asked for.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    seed: int
-    timings: Mapping[str, float]
-    speculation: Mapping[str, Any]
-    error: str | None = None
-    logprobs: tuple[Logprob, ...] | None = None
-    prompt_logprobs: tuple[Logprob, ...] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of `pilotfish generate --json`."""
-        optional = {
-            "error": self.error,
-            "logprobs": None if self.logprobs is None else [entry.as_dict() for entry in self.logprobs],
-            "prompt_logprobs": None
-            if self.prompt_logprobs is None
-            else [entry.as_dict() for entry in self.prompt_logprobs],
-        }
-        return {
-            "text": self.text,
-            "tokens": list(self.tokens),
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.tokens)},
-            "timings": dict(self.timings),
-            "speculation": dict(self.speculation),
-            **{key: value for key, value in optional.items() if value is not None},
-        }
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """A token, its text, its natural log-probability under the model itself, and the likeliest tokens in its place."""
-
-    token: int
-    text: str
-    logprob: float
-    top: tuple[Logprob, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        entry: dict[str, Any] = {"token": self.token, "text": self.text, "logprob": round(self.logprob, 6)}
-        return {**entry, "top": [other.as_dict() for other in self.top]} if self.top else entry
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """New text and tokens of a streamed request; the last one carries the completion."""
-
-    text: str
-    tokens: tuple[int, ...]
-    completion: Completion | None = None
 
 
 class LLM:
@@ -118,7 +61,8 @@ class LLM:
         started = now_ms()
         self.speculation = _parse(speculation)
         interpreter = _backend(backend, threads)
-        loaded = load_model(demo_path() if str(model) == "demo" else Path(model), weights)
+        path = demo_path() if str(model) == "demo" else Path(model)
+        loaded = load_model(path, weights)
         self.config = loaded.config
         self.note = loaded.note
         self.max_num_seqs = max_num_seqs
@@ -140,7 +84,8 @@ class LLM:
             tensor.nbytes for name, tensor in tensors.items() if name != "embed" or self.config.tied_embeddings
         )
         held = sum(tensor.nbytes for tensor in tensors.values())
-        self.memory = _memory(program, self.config, held, max_num_seqs, kv_cache_memory_bytes)
+        drafters = _footprints(self.speculation, self.config, self.tokenizer)
+        self.memory = _memory(program, self.config, held, max_num_seqs, kv_cache_memory_bytes, drafters)
         num_blocks = self.memory.num_blocks
         self.weights = interpreter.load(tensors)
         self.target = Target(
@@ -151,6 +96,20 @@ class LLM:
             eos_ids=self.tokenizer.eos_ids,
         )
         self.backend_description = interpreter.description
+        self.host = Host(
+            config=self.config,
+            program=program,
+            executable=self.target.executable,
+            weights=self.weights,
+            kv=self.target.kv,
+            num_blocks=num_blocks,
+            backend=interpreter,
+            tokenizer=self.tokenizer,
+            max_num_seqs=max_num_seqs,
+        )
+        self._path, self._weights = path, weights
+        self._costs: CostModel | None = None  # of the target's passes, once the controller needs it
+        self._experience = Experience()
         self.load_ms = now_ms() - started
 
     def encode(self, prompt: Prompt, chat: bool = False, system: str | None = None) -> list[int]:
@@ -237,11 +196,50 @@ class LLM:
         """
         chosen = self.speculation if speculation is None else _parse(speculation)
         texts = ModelTexts(self.tokenizer, self._grammars, answers)
-        options = {"max_num_seqs": self.max_num_seqs, **options}
         if self._engine is not None:
             self._engine.close()
-        self._engine = Engine(self.target, chosen.make(), chosen.k, texts=texts, **options)
+        self._engine = Engine(
+            self.target,
+            speculation=chosen,
+            make=lambda part: part.make(self.host),
+            controller=self._controller(chosen),
+            texts=texts,
+            **{"max_num_seqs": self.max_num_seqs, **options},
+        )
         return self._engine
+
+    def _controller(self, speculation: Speculation) -> Controller:
+        """One with what is known of this machine; where it has something to decide, passes are measured first."""
+        seconds = calibration_seconds()
+        if speculation.parts and speculation.k is None and seconds > 0:
+            if self._costs is None:
+                target = self.target
+                self._costs = self._measured(self._path, "the target", target.executable, target.kv, target.program)
+            for part in speculation.parts:
+                drafter = part.make(self.host)
+                if isinstance(drafter, Measurable) and drafter.name not in self._experience.pass_costs:
+                    named = Path(str(part.options.get("model", self._path)))
+                    path = named if named.exists() else self._path
+                    costs = self._measured(path, drafter.name, drafter.executable, drafter.kv, drafter.program)
+                    self._experience.pass_costs[drafter.name] = costs
+        return Controller(self._costs, self._experience)
+
+    def _measured(self, path: Path, what: str, executable: Executable, kv: KV, program: Program) -> CostModel:
+        """What passes cost, from the cache folder if it was measured before."""
+        key = model_key(path, program, self.backend_description, weights=self._weights, what=what)
+
+        def now() -> list[tuple[Load, float]]:
+            with shown(f"measuring what passes of {what} cost") as progress:
+                return measure(
+                    executable,
+                    kv,
+                    program,
+                    num_blocks=self.target.num_blocks,
+                    seconds=calibration_seconds(),
+                    progress=progress,
+                )
+
+        return calibrated(key, now)
 
     def _echo(self, prompt: Prompt, request: Request, chat: bool) -> str:
         if not request.params.echo:
@@ -290,6 +288,7 @@ class LLM:
                 },
                 "drafted_at": list(counts.drafted_at),
                 "accepted_at": list(counts.accepted_at),
+                **({} if request.report is None else {"report": request.report.as_dict()}),
             },
             error=request.error,
             logprobs=None if params.logprobs is None else self._logprobs(request.logprobs),
@@ -320,8 +319,23 @@ class ModelTexts:
         return self.grammars.compile(structured)
 
 
+def _footprints(speculation: Speculation, config: ModelConfig, tokenizer: Tokenizer) -> list[Footprint]:
+    """The memory that its drafters take beside the target's."""
+    found = []
+    for part in speculation.parts:
+        footprint = getattr(drafter_class(part.method), "footprint", None)
+        if footprint is not None:
+            found.append(footprint(config, tokenizer, **part.options))
+    return found
+
+
 def _memory(
-    program: Program, config: ModelConfig, weight_bytes: int, max_num_seqs: int, wanted: int | Literal["auto"] | None
+    program: Program,
+    config: ModelConfig,
+    weight_bytes: int,
+    max_num_seqs: int,
+    wanted: int | Literal["auto"] | None,
+    drafters: Sequence[Footprint],
 ) -> MemoryPlan:
     """Divide memory; raises InputError when it is not enough."""
     tree_blocks = max_num_seqs * -(-MAX_DRAFT_TOKENS // BLOCK_SIZE)
@@ -329,8 +343,15 @@ def _memory(
     least = context_blocks + tree_blocks  # one full context always fits, and a tree for every request
     name = config.name or "the model"
     plan = plan_memory(
-        weights={name: weight_bytes + weight_bytes // 50},  # panels are padded, and scales of a few kinds grow
-        kv_bytes_per_block={name: program.kv.bytes_per_block},
+        weights={
+            # panels are padded, and scales of a few kinds grow
+            name: weight_bytes + weight_bytes // 50,
+            **{drafter.name: drafter.weight_bytes + drafter.weight_bytes // 50 for drafter in drafters},
+        },
+        kv_bytes_per_block={
+            name: program.kv.bytes_per_block,
+            **{drafter.name: drafter.kv_bytes_per_block for drafter in drafters},
+        },
         logits_bytes=4 * config.vocab_size * min(TOKEN_BUDGET, max_num_seqs * (1 + MAX_DRAFT_TOKENS)),
         workspace_bytes=TOKEN_BUDGET * sum(program.widths.values()) * 6,  # floats, and groups of 8-bit integers
         block_size=BLOCK_SIZE,

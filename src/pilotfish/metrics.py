@@ -1,8 +1,9 @@
-"""Where the time of a request went."""
+"""Where the time of requests and steps went, and how an engine stands."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -41,3 +42,27 @@ class Timings:
     def tokens_per_second(self) -> float:
         """Decoding speed; 0 when everything came out of the prefill step."""
         return 1e3 * self.decode_tokens / self.decode_ms if self.decode_ms else 0.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Where the time of a step went, in milliseconds."""
+
+    rows: int
+    draft_ms: float
+    forward_ms: float
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How the engine stands; counts are since its start."""
+
+    running: int
+    waiting: int
+    kv_usage: float  # blocks of running requests over all
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    drafter_failures: int
+    decisions: Mapping[str, int]  # of the controller, in words

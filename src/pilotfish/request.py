@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pilotfish.errors import InputError
 from pilotfish.metrics import Timings
 from pilotfish.params import SamplingParams
+from pilotfish.tree import DraftTree
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -31,6 +33,35 @@ class DraftCounts:
 
 
 @dataclass
+class Report:
+    """What was decided about the drafts of one request, and what came of it."""
+
+    steps: Counter[str] = field(default_factory=Counter)  # who drafted what was verified, or "plain"
+    draft_ms: float = 0.0  # its share of the time that drafters took
+    verify_ms: float = 0.0  # its share of what drafts added to the target's passes, as predicted
+    step_ms: float = 0.0  # its share of the steps' real time
+    plain_ms: float = 0.0  # what its tokens would have taken without drafts, as predicted
+
+    def add(self, other: Report) -> None:
+        """Take another request's in."""
+        self.steps.update(other.steps)
+        self.draft_ms += other.draft_ms
+        self.verify_ms += other.verify_ms
+        self.step_ms += other.step_ms
+        self.plain_ms += other.plain_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in ms, rounded."""
+        return {
+            "steps": dict(self.steps),
+            "draft_ms": round(self.draft_ms, 3),
+            "verify_ms": round(self.verify_ms, 3),
+            "step_ms": round(self.step_ms, 3),
+            "plain_ms": round(self.plain_ms, 3),
+        }
+
+
+@dataclass
 class SpeculationCounts:
     """What speculation did for one request; the engine calls `add` once for each verdict."""
 
@@ -41,17 +72,21 @@ class SpeculationCounts:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, drafter: str, drafted: int, depth: int, accepted: int) -> None:
-        """Count one verdict on a tree of `drafted` nodes and `depth`; a step without drafts counts as a step only."""
+    def add(self, tree: DraftTree, path: Sequence[int]) -> None:
+        """Count one verdict: `path` are the accepted nodes; a step without drafts counts as a step only."""
         self.target_steps += 1
-        if drafted:
-            counts = self.by_drafter.setdefault(drafter, DraftCounts())
-            counts.drafted += drafted
-            counts.accepted += accepted
-            for counted, reached in ((self.drafted_at, depth), (self.accepted_at, accepted)):
-                counted.extend([0] * (depth - len(counted)))
-                for position in range(reached):
-                    counted[position] += 1
+        if len(tree) == 0:
+            return
+        drafters = tree.all_drafters()
+        for drafter in drafters:
+            self.by_drafter.setdefault(drafter, DraftCounts()).drafted += 1
+        for node in path:
+            self.by_drafter[drafters[node]].accepted += 1
+        depth = int(tree.depths().max())
+        for counted, reached in ((self.drafted_at, depth), (self.accepted_at, len(path))):
+            counted.extend([0] * (depth - len(counted)))
+            for position in range(reached):
+                counted[position] += 1
 
     @property
     def drafted(self) -> int:
@@ -89,6 +124,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # of each prompt token but the first
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
     timings: Timings = field(default_factory=Timings, init=False)
+    report: Report | None = field(default=None, init=False)  # what was decided about drafts, when it is over
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -22,6 +22,21 @@ class DrafterUsage(Answer):
     accepted: int
 
 
+class SpeculationReport(Answer):
+    """What was decided: by what was verified the steps, and what drafts cost against what they saved, in ms.
+
+    `plain_ms`: what the tokens would have taken without drafts, as predicted; `step_ms`: what their steps took; of
+    that `draft_ms` in drafters, and `verify_ms` for rows of drafts, as predicted. Of steps that several requests share
+    each has its part. All 0 for requests without speculation, and until a request has ended.
+    """
+
+    steps: dict[str, int]
+    draft_ms: float
+    verify_ms: float
+    step_ms: float
+    plain_ms: float
+
+
 class SpeculationUsage(Answer):
     """Draft tokens of all samples together; `acceptance_length`: mean tokens per pass of the target."""
 
@@ -29,6 +44,7 @@ class SpeculationUsage(Answer):
     accepted: int
     acceptance_length: float
     by_drafter: dict[str, DrafterUsage]
+    report: SpeculationReport
 
 
 class Usage(Answer):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pilotfish.active import Update
-from pilotfish.drafters.base import Speculation
+from pilotfish.drafters.speculation import Speculation
 from pilotfish.errors import InputError
 from pilotfish.llm import LLM
 from pilotfish.params import SamplingParams

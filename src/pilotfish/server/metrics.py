@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pilotfish.engine import EngineStats, StepReport
+from pilotfish.metrics import EngineStats, StepReport
 from pilotfish.request import Request
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen: dict[int, _Seen] = {}
-        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, 0)
+        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, 0, {})
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"pilotfish:{name}", help, labels, registry=self.registry)
@@ -56,6 +56,7 @@ class Metrics:
         self._drafter_drafted = counter("drafter_draft_tokens", "Draft tokens verified of each drafter", "drafter")
         self._drafter_accepted = counter("drafter_accepted_tokens", "Draft tokens accepted of each drafter", "drafter")
         self._drafter_failures = counter("drafter_failures", "Times that a drafter failed and was parked")
+        self._decisions = counter("speculation_decisions", "Decisions of the controller about drafters", "decision")
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
         self._between = histogram(
             "inter_token_latency_seconds",
@@ -143,4 +144,7 @@ class Metrics:
         ):
             now, before = getattr(stats, name), getattr(self._stats, name)
             counter.inc(now - before if now >= before else now)  # a new engine counts from 0
+        for decision, count in stats.decisions.items():
+            before = self._stats.decisions.get(decision, 0)
+            self._decisions.labels(decision).inc(count - before if count >= before else count)
         self._stats = stats

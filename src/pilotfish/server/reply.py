@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from pilotfish.request import DraftCounts
+from pilotfish.request import DraftCounts, Report
 from pilotfish.server.answers import Json
 from pilotfish.server.engine_thread import Generation
 from pilotfish.server.failures import ApiError
@@ -50,6 +50,10 @@ def usage(generation: Generation) -> Json:
             total = by_drafter.setdefault(name, DraftCounts())
             total.drafted += drafter.drafted
             total.accepted += drafter.accepted
+    report = Report()
+    for request in requests:
+        if request.report is not None:
+            report.add(request.report)
     steps, accepted = sum(count.target_steps for count in counts), sum(count.accepted for count in counts)
     return {
         "prompt_tokens": prompt_tokens,
@@ -63,6 +67,7 @@ def usage(generation: Generation) -> Json:
             "by_drafter": {
                 name: {"drafted": total.drafted, "accepted": total.accepted} for name, total in by_drafter.items()
             },
+            "report": report.as_dict(),
         },
     }
 

@@ -10,18 +10,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from pilotfish.drafters.base import parse_speculation
+from pilotfish.arguments import SPECULATION, Context, Model, Threads, Weights
+from pilotfish.drafters.speculation import parse_speculation
 from pilotfish.errors import InputError
 from pilotfish.files import parse_bytes
-from pilotfish.generate import MODEL
 from pilotfish.llm import LLM
 
 
 def serve(
-    model: Annotated[str, MODEL],
+    model: Model,
     speculation: Annotated[
         str,
-        typer.Option(metavar="S", help="for requests that do not choose: off, auto, ngram:k=4 ..."),
+        typer.Option(metavar="S", help=f"for requests that do not choose. {SPECULATION}"),
     ] = "auto",
     host: Annotated[str, typer.Option(metavar="H", help="address to listen on; 0.0.0.0 is all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="P", min=0, max=65535, help="0: any that is free")] = 8000,
@@ -33,12 +33,9 @@ def serve(
     kv_cache_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="memory of the KV cache, as in 2GiB; auto: a share of what is free")
     ] = "auto",
-    context: Annotated[int | None, typer.Option(metavar="N", help="most tokens of prompt and answer")] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="KIND", help="requantise on load: bf16, int8 or int4"),
-    ] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="worker threads (default: the usable cores)")] = None,
+    context: Context = None,
+    weights: Weights = None,
+    threads: Threads = None,
     max_queue: Annotated[
         int, typer.Option(metavar="N", min=0, help="requests that may wait; more are answered 429")
     ] = 256,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from pilotfish.drafters.base import parse_request_speculation
+from pilotfish.drafters.speculation import check_loaded, parse_request_speculation
 from pilotfish.errors import InputError
 from pilotfish.llm import LLM
 from pilotfish.params import SamplingParams
@@ -146,6 +146,8 @@ class Service:
                 )
         try:
             speculation = None if body.speculation is None else parse_request_speculation(body.speculation)
+            if speculation is not None:
+                check_loaded(speculation, self.llm.speculation)
             if params.structured is not None:
                 await to_thread.run_sync(self.llm.prepare, params)
         except InputError as error:
