@@ -53,6 +53,29 @@ def test_generate_json(smollm2_path: Path) -> None:
     assert counts["by_drafter"]["ngram"]["drafted"] == counts["drafted"]
 
 
+def test_generate_explains_what_was_drafted(smollm2_path: Path) -> None:
+    prompt = "one two three four one two three four one two three four one two"
+    arguments = ("generate", smollm2_path, "--prompt", prompt, "--max-tokens", "24", "--explain")
+    done = _run(*arguments, "--speculation", "auto")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    steps = next(line for line in lines if " steps: " in line)
+    parts = [part.split() for part in steps.partition(" steps: ")[2].split(", ")]
+    assert int(steps.split()[0]) == sum(int(count) for count, _ in parts) < 24
+    assert {name for _, names in parts for name in names.split("+")} <= {"suffix", "ngram", "plain"}
+    accepted = [line.partition(": ")[2].split() for line in lines if line.endswith("drafts accepted")]
+    assert accepted and all(0 <= int(words[0]) <= int(words[2]) for words in accepted)
+    assert sum(int(words[0]) for words in accepted) == 24 - int(steps.split()[0])
+    assert any(line.startswith("drafting took ") for line in lines)
+    assert any(line.startswith("the steps took ") and "without drafts" in line for line in lines)
+    assert done.stdout == _run(*arguments[:-1]).stdout, "stdout is the text alone"
+    told = _json(*arguments, "--speculation", "auto")["speculation"]
+    assert sum(told["report"]["steps"].values()) == told["target_steps"]
+    assert set(told["report"]) == {"steps", "draft_ms", "verify_ms", "step_ms", "plain_ms"}
+    off = _run(*arguments)
+    assert "speculation was off" in off.stderr.splitlines()
+
+
 def test_generate_streams_text_and_sums_up_on_stderr(smollm2_path: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Say hello in French.")
@@ -213,6 +236,7 @@ def test_help_names_the_commands() -> None:
 
 
 MODEL = object()  # stands for the real model's path
+PROMPTS_FOLDER = str(Path(__file__).parents[1] / "benchmarks" / "prompts")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +281,11 @@ MODEL = object()  # stands for the real model's path
         (("bench", "curve", MODEL, "--context", "8192"), "8192"),
         (("bench", "curve", MODEL, "--prefill", "8193"), "8193"),
         (("bench", "decode", MODEL, "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("bench", "suite", MODEL, "--prompts", "nowhere"), "nowhere"),
+        (("bench", "suite", MODEL, "--speculation", "nothing"), "no drafter 'nothing'"),
+        (("bench", "suite", MODEL, "--json", "--markdown"), "exclude each other"),
+        (("bench", "suite", MODEL, "--prompts", PROMPTS_FOLDER, "--classes", "code,poems"), "no class 'poems'"),
+        (("bench", "suite", MODEL, "--prompts", PROMPTS_FOLDER, "--temperature", "-1"), "temperature is -1"),
     ],
 )
 def test_mistakes(smollm2_path: Path, arguments: tuple[object, ...], message: str) -> None:

@@ -237,10 +237,11 @@ def test_shares_of_the_first_pass() -> None:
 
 
 def _price(tokens_per_ms: float, chance: Any = None) -> Price:
-    return Price(tokens_per_ms, 8.0, 2.0, chance or (lambda id, depth, confidence: confidence))
+    return Price(tokens_per_ms, 8.0, lambda rows: 2.0, chance or (lambda id, depth, confidence: confidence))
 
 
-def test_passes_are_made_while_they_pay() -> None:
+def test_passes_are_made_while_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pilotfish.drafters.draft.SIBLINGS", 1)
     host = make_host(NativeBackend(threads=1))
     drafter = make_drafter(host)
     tokens = [1, 2, 3]
@@ -253,7 +254,7 @@ def test_passes_are_made_while_they_pay() -> None:
     lengths = [len(chain(_price(worth))) for worth in (0.0, 0.002, 0.01, 0.03)]
     assert lengths[0] == 16 and lengths == sorted(lengths, reverse=True) and lengths[2] < 16
     sure = [len(chain(_price(worth, lambda id, depth, confidence: 0.9))) for worth in (0.02, 0.05, 0.5)]
-    assert sure == [15, 6, 0]  # while 0.9^n is above the cost, 10 ms at that worth; and 2 ms for the row alone
+    assert sure == [15, 6, 1]  # while 0.9^n is above the cost, 10 ms at that worth
     drafter.passes.clear()
     chain(_price(0.5, lambda id, depth, confidence: 0.9))
     assert len(drafter.passes) == 1
@@ -272,7 +273,24 @@ def test_nothing_is_drafted_behind_an_end() -> None:
     assert len(ending.propose([DraftRequest(0, [1, 2, 3], 8, 64, blocks=[0], params=params)])[0]) == end + 1
 
 
-def test_a_request_leaves_when_its_node_is_not_worth_a_row_and_others_pay_for_the_pass() -> None:
+def test_where_the_controller_chooses_a_node_has_a_sibling_that_takes_no_pass() -> None:
+    host = make_host(NativeBackend(threads=1))
+    drafter = make_drafter(host)
+    request = DraftRequest(0, [1, 2, 3], 16, 4, blocks=[0, 1])
+    tree = drafter.propose([request], _price(0.0, lambda id, depth, confidence: confidence))[0]
+    passes = len(drafter.passes)
+    chain = drafter.propose([DraftRequest(1, [1, 2, 3], 4, 4, blocks=[2, 3])])[0]
+    assert len(tree) > len(chain) == 4 and tree.depths().max() == 4
+    children = np.unique(tree.parents, return_counts=True)[1]
+    assert children.max() == 2 and passes >= 4
+    best = [max(np.flatnonzero(tree.parents == -1), key=lambda node: tree.confidences[node])]
+    assert tree.tokens[best[0]] == chain.tokens[0]
+
+
+def test_a_request_leaves_when_its_node_is_not_worth_a_row_and_others_pay_for_the_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pilotfish.drafters.draft.SIBLINGS", 1)
     host = make_host(NativeBackend(threads=1))
     drafter = make_drafter(host)
     requests = [DraftRequest(id, [1, 2, 3 + id], 6, 64, blocks=[id]) for id in range(3)]

@@ -301,7 +301,9 @@ def test_the_price_ends_a_draft(host: Host) -> None:
 
     def drafts(tokens_per_ms: float, pass_ms: float, row_ms: float, chance: Any) -> tuple[list[int], int]:
         drafter = LayerSkipDrafter(host, [0, 1, 2])
-        trees = drafter.propose([ask(one, 6) for one in running], Price(tokens_per_ms, pass_ms, row_ms, chance))
+        trees = drafter.propose(
+            [ask(one, 6) for one in running], Price(tokens_per_ms, pass_ms, lambda rows: row_ms, chance)
+        )
         return [len(tree) for tree in trees], len(drafter.passes)
 
     assert drafts(1.0, 0.0, 0.0, lambda id, depth, confidence: 1.0) == ([6, 6, 6], 6)
@@ -311,11 +313,11 @@ def test_the_price_ends_a_draft(host: Host) -> None:
     assert drafts(1.0, 0.7, 0.0, lambda id, depth, confidence: 0.5) == ([2, 2, 2], 2)
     # A drawn token stays: whether it does must not depend on it. The draft ends behind it.
     drawn = [replace(one, params=SamplingParams(temperature=1.0, acceptance="ratio")) for one in running]
-    price = Price(1.0, 0.0, 0.5, lambda id, depth, confidence: 0.4)
+    price = Price(1.0, 0.0, lambda rows: 0.5, lambda id, depth, confidence: 0.4)
     trees = LayerSkipDrafter(host, [0, 1, 2]).propose([ask(one, 6) for one in drawn], price)
     assert [len(tree) for tree in trees] == [1, 1, 1]
-    # A node that does not pay for its row is left out, the requests with better chances go on without it.
-    assert drafts(1.0, 0.0, 0.5, lambda id, depth, confidence: 0.4 if id == 1 else 1.0) == ([6, 0, 6], 6)
+    # Behind a node that would not pay for its row nothing is drafted, the requests with better chances go on.
+    assert drafts(1.0, 0.0, 0.5, lambda id, depth, confidence: 0.4 if id == 1 else 1.0) == ([6, 1, 6], 6)
 
 
 # ---- the split target

@@ -173,10 +173,12 @@ def test_prices_broken_rows_and_backlogs() -> None:
     request = DraftRequest(0, tokens, 6, 9)
     backlog = drafter.backlog(request)
     assert backlog > 5
-    dear = Price(1.0, 9.0, 0.0, lambda id, depth, confidence: 0.9)
+    dear = Price(1.0, 9.0, lambda rows: 0.0, lambda id, depth, confidence: 0.9)
     drafter.propose([request], dear)
     assert len(drafter.passes) == 1 and drafter.backlog(request) == 0
-    good = drafter.propose([request], Price(0.0, 9.0, 0.0, lambda id, depth, confidence: 0.9))[0].tokens.tolist()
+    good = drafter.propose([request], Price(0.0, 9.0, lambda rows: 0.0, lambda id, depth, confidence: 0.9))[
+        0
+    ].tokens.tolist()
     assert good == drafter.propose([request])[0].tokens.tolist() and len(good) > 2
 
     executable = drafter.model.executable

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 import pilotfish
 from pilotfish.control.cost import CostModel, Load
+from pilotfish.drafters.base import Host, Measurable
 from pilotfish.errors import InputError
 from pilotfish.loaders.demo import cache_folder
 from pilotfish.metrics import now_ms
@@ -31,6 +32,7 @@ from pilotfish.program import BLOCK_SIZE, KV, Executable, Program
 from pilotfish.tree import DraftTree, Rows, TreeBatch
 
 FORMAT = 1  # of a file, and of what is measured
+STEADY = 1.2  # how far the machine may move while a drafter is measured
 SECONDS_VARIABLE = "PILOTFISH_CALIBRATION_SECONDS"
 MOST_ROWS = 512
 SHORT, MIDDLE, LONG = 128, 512, 2048  # tokens before the rows
@@ -174,6 +176,77 @@ def model_key(path: Path, program: Program, backend: str, **others: object) -> d
         "version": pilotfish.__version__,
         **others,
     }
+
+
+class Calibration:
+    """What passes of a loaded target and of its drafters cost, measured when it is first asked for.
+
+    Machines move: the same pass may take twice the time a minute later. What decides is how much dearer one pass is
+    than another, so drafters are measured beside the target and brought to the speed that it was measured at.
+    """
+
+    def __init__(self, path: Path, weights: str | None, host: Host, backend: str) -> None:
+        """`path` is the target's, `weights` what it was rounded to, `backend` a description."""
+        self.path = path
+        self._weights = weights
+        self._host = host
+        self._backend = backend
+        self._target: CostModel | None = None
+        self._one_row_ms = 0.0  # of the target, as it was measured
+
+    def target(self) -> CostModel:
+        """Of the target's passes; corrected by whoever tells it of real ones."""
+        if self._target is None:
+            host = self._host
+            key = model_key(self.path, host.program, self._backend, weights=self._weights)
+            self._target = calibrated(key, lambda: self._measure("the target", host.executable, host.kv, host.program))
+            self._one_row_ms = self._target.ms(Load(1, 1, 1))
+        return self._target
+
+    def drafter(self, drafter: Measurable, path: Path) -> CostModel:
+        """Of a drafter's passes; its files are at `path`, if it has any."""
+        self.target()
+        key = model_key(
+            path if path.exists() else self.path,
+            drafter.program,
+            self._backend,
+            weights=self._weights,
+            drafter=drafter.name,
+            beside=round(self._one_row_ms, 3),
+        )
+
+        def now() -> Samples:
+            for _ in range(3):
+                before = self._row_ms()
+                samples = self._measure(drafter.name, drafter.executable, drafter.kv, drafter.program)
+                after = self._row_ms()
+                if max(before, after) < STEADY * min(before, after):
+                    break  # else the machine moved in between
+            speed = self._one_row_ms / ((before + after) / 2)
+            return [(load, ms * speed) for load, ms in samples]
+
+        return calibrated(key, now)
+
+    def _row_ms(self) -> float:
+        """The target's pass of one row now."""
+        batch = TreeBatch.build([Rows([0], 0, [0])])
+        times = []
+        for _ in range(7):
+            begun = now_ms()
+            self._host.executable.forward(batch, self._host.kv, False)
+            times.append(now_ms() - begun)
+        return median(times)
+
+    def _measure(self, what: str, executable: Executable, kv: KV, program: Program) -> Samples:
+        with shown(f"measuring what passes of {what} cost") as progress:
+            return measure(
+                executable,
+                kv,
+                program,
+                num_blocks=self._host.num_blocks,
+                seconds=calibration_seconds(),
+                progress=progress,
+            )
 
 
 def calibration_seconds() -> float:

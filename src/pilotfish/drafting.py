@@ -6,11 +6,13 @@ import logging
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from pilotfish.control.controller import Candidate, Controller, Offer
+from pilotfish.control.controller import Controller
 from pilotfish.control.cost import Load
-from pilotfish.drafters.base import Drafter, DraftRequest, ModelDrafter, Observer, Price, TargetPass
+from pilotfish.control.offers import Candidate, Offer
+from pilotfish.drafters.base import Drafter, DraftRequest, ModelDrafter, Price, TargetPass
 from pilotfish.drafters.grammar import GrammarDrafter
 from pilotfish.drafters.speculation import Part, Speculation
 from pilotfish.metrics import now_ms
@@ -49,6 +51,7 @@ class Drafting:
         self._grammar = Member(GrammarDrafter())
         self._teams: dict[int, Team] = {}
         self._step = 0
+        self._offered: dict[int, DraftTree] = {}  # what was drafted in this step, before nodes were left out
         self._asked: dict[int, list[str]] = {}  # lookups that proposed to a request in this step
 
     def close(self) -> None:
@@ -77,6 +80,11 @@ class Drafting:
         member = self._members.setdefault(id(drafter), Member(drafter))
         return self._with_grammar([(member, None)], budget, True)
 
+    def pin(self, team: Team) -> None:
+        """Keep the team's drafters, whoever uses them."""
+        for member, _ in team.members:
+            member.pinned = True
+
     def _with_grammar(self, members: list[tuple[Member, int | None]], fixed: int | None, any_at_all: bool) -> Team:
         return Team(((self._grammar, None), *members) if any_at_all else (), fixed)
 
@@ -85,7 +93,7 @@ class Drafting:
         self._teams[id] = team
         for member, _ in team.members:
             member.requests.add(id)
-        idle = [key for key, member in self._members.items() if not member.requests]
+        idle = [key for key, member in self._members.items() if not member.requests and not member.pinned]
         for key in idle[: max(0, len(idle) - IDLE_DRAFTERS)]:
             del self._members[key]
 
@@ -111,13 +119,18 @@ class Drafting:
             return 0
         return self.controller.room(id, most) if team.fixed is None else team.fixed
 
-    def propose(self, asks: Sequence[Ask], base: Load, emitting: int) -> list[DraftTree]:
-        """A legal tree for every ask, beside a pass of `base` in which `emitting` requests get a token.
+    def step(self) -> None:
+        """A step of the engine begins."""
+        self._step += 1
+        self.controller.step()
+
+    def propose(self, asks: Sequence[Ask], base: Load, emitting: Sequence[int]) -> list[DraftTree]:
+        """A legal tree for every ask, beside a pass of `base` in which the requests `emitting` get a token.
 
         A drafter can fail, a request can not: it then has no drafts of it.
         """
-        self._step += 1
         started = now_ms()
+        self._offered = {}
         found = [Offered() for _ in asks]
         adaptive = [index for index, ask in enumerate(asks) if self._teams[ask.request.id].fixed is None]
         self._fixed(asks, found)
@@ -130,53 +143,54 @@ class Drafting:
             kept = self.controller.keep(load, emitting, now_ms() - started, offers)
             for index, keep in zip(adaptive, kept, strict=True):
                 request, tree = asks[index].request, found[index].tree
+                self._offered[request.id] = tree
+                firsts: dict[str, float] = {}
+                for node in range(len(tree)):
+                    if keep[node] and tree.parents[node] < 0:
+                        name = tree.all_drafters()[node]
+                        firsts[name] = max(firsts.get(name, 0.0), found[index].survivals[node])
+                self.controller.used(request.id, firsts)
                 if not (request.draws and tree.laws) and not all(keep):
                     found[index].tree = tree.select(keep)
         self._asked = {ask.request.id: offered.asked for ask, offered in zip(asks, found, strict=True)}
         return [offered.tree for offered in found]
 
-    def observe(self, id: int, tree: DraftTree, path: Sequence[int], accepted: int, choices: Ints | None) -> None:
+    def observe(
+        self,
+        id: int,
+        tree: DraftTree,
+        path: Sequence[int],
+        accepted: int,
+        choices: Ints | None,
+        tokens: Sequence[int],
+    ) -> None:
         """What became of a request's tree: the accepted path, of which the request took `accepted` nodes."""
         team = self._teams[id]
-        self._learn(id, tree, path)
+        offered = self._offered.pop(id, tree)
+        followed = path if _drawn(offered) else offered.follow(tokens)
+        self.controller.acceptance.learn(id, offered, followed, len(tokens))
         on_path = [tree.all_drafters()[node] for node in path[:accepted]]
         asked = {name: on_path.count(name) for name in self._asked.pop(id, ())}
         self.controller.observe_drafts(id, asked, len(tree), accepted)
         if choices is not None:
             for member, _ in team.members:
-                if isinstance(member.drafter, Observer) and self._ready(member):
-                    observer = member.drafter
-                    self._run(member, lambda observer=observer: observer.observe(id, tree, choices))  # type: ignore[misc]
+                if member.observes and self._ready(member):
+                    self._run(member, lambda drafter=member.drafter: drafter.observe(id, tree, choices))  # type: ignore[misc]
 
     def target_pass(self, batch: TreeBatch, logits: bool, ids: Sequence[int], trees: Sequence[DraftTree]) -> Any:
         """The target's pass (program.Result), where a drafter has computed a part of it; None: nobody has."""
         for member in self._members.values():
-            drafter = member.drafter
-            if isinstance(drafter, TargetPass) and member.requests and self._ready(member):
+            if member.passes_on and member.requests and self._ready(member):
                 found: list[Any] = []
-                passing = drafter
-                self._run(member, lambda: found.append(passing.target_pass(batch, logits, ids, trees)))  # noqa: B023
+                pass_on = partial(cast(TargetPass, member.drafter).target_pass, batch, logits, ids, trees)
+                self._run(member, lambda found=found, pass_on=pass_on: found.append(pass_on()))  # type: ignore[misc]
                 if found and found[0] is not None:
                     return found[0]
         return None
 
     def observes(self, id: int) -> bool:
         """Whether a drafter of the request wants to see the target's choices."""
-        return any(isinstance(member.drafter, Observer) for member, _ in self._teams[id].members)
-
-    def _learn(self, id: int, tree: DraftTree, path: Sequence[int]) -> None:
-        acceptance = self.controller.acceptance
-        drafters, confidences, parents = tree.all_drafters(), tree.all_confidences(), tree.parents.tolist()
-        stood = set(path)
-        depths = {-1: 0, **{node: depth for depth, node in enumerate(path, 1)}}
-        at_depth: dict[tuple[str, int], bool] = {}
-        for node, parent in enumerate(parents):
-            if parent in depths:
-                depth = depths[parent] + 1
-                acceptance.observe(id, drafters[node], depth, confidences[node], node in stood)
-                at_depth[drafters[node], depth] = at_depth.get((drafters[node], depth), False) or node in stood
-        for (drafter, depth), any_stood in at_depth.items():
-            acceptance.observe_depth(drafter, depth, any_stood)
+        return any(member.observes for member, _ in self._teams[id].members)
 
     def _fixed(self, asks: Sequence[Ask], found: list[Offered]) -> None:
         """Requests with a fixed budget: the grammar first, else their drafter, whatever it costs."""
@@ -215,24 +229,12 @@ class Drafting:
         """Take the tree instead of what there is if more is to be expected of it."""
         if member is not self._grammar:
             found.asked.append(member.name)
-        survivals = self._survivals(id, tree)
+        survivals = self.controller.acceptance.survivals(id, tree)
         if sum(survivals) > found.gain:
             found.tree, found.survivals, found.whole = tree, survivals, member.whole
 
-    def _survivals(self, id: int, tree: DraftTree) -> list[float]:
-        """The chance of each node to be emitted."""
-        survivals: list[float] = []
-        depths: list[int] = []
-        chance = self.controller.acceptance.chance
-        rows = zip(tree.parents.tolist(), tree.all_confidences(), tree.all_drafters(), strict=True)
-        for parent, confidence, drafter in rows:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-            above = 1.0 if parent < 0 else survivals[parent]
-            survivals.append(above * chance(id, drafter, depths[-1], confidence))
-        return survivals
-
     def _passes(
-        self, asks: Sequence[Ask], found: list[Offered], adaptive: Sequence[int], base: Load, emitting: int
+        self, asks: Sequence[Ask], found: list[Offered], adaptive: Sequence[int], base: Load, emitting: Sequence[int]
     ) -> None:
         """Drafters with passes propose where that is expected to pay, one after the other."""
         groups: dict[int, tuple[Member, list[int]]] = {}
@@ -257,7 +259,7 @@ class Drafting:
             price = Price(
                 choice.tokens_per_ms,
                 choice.pass_ms,
-                choice.row_ms,
+                partial(self.controller.row_ms, choice.load),
                 lambda id, depth, confidence, name=member.name: self.controller.acceptance.chance(  # type: ignore[misc]
                     id, name, depth, confidence
                 ),
@@ -274,7 +276,7 @@ class Drafting:
             tree = tree.graft(-1, found.tree, request.budget)
         if len(tree):
             found.tree, found.whole = tree, False
-            found.survivals = self._survivals(request.id, tree)
+            found.survivals = self.controller.acceptance.survivals(request.id, tree)
 
     def _extend(self, asks: Sequence[Ask], index: int, found: Offered) -> None:
         """Let the request's lookups go on behind the likeliest branch."""
@@ -290,6 +292,8 @@ class Drafting:
         for member, _ in self._teams[request.id].members:
             if member.has_passes or member.whole or member is self._grammar or not self._ready(member):
                 continue
+            if self.controller.rests(request.id, member.name):
+                continue
             # What it has in the tree already counts to its own most.
             most = self._cap(member, request) - found.tree.all_drafters().count(member.name)
             if most < 1:
@@ -299,7 +303,7 @@ class Drafting:
             for _, longer in self._ask(member, asks, [index], [more], None, prefix=drafted):
                 if len(longer) and not _drawn(longer):
                     found.tree = asks[index].legal(tree.graft(leaf, longer, request.budget))
-                    found.survivals = self._survivals(request.id, found.tree)
+                    found.survivals = self.controller.acceptance.survivals(request.id, found.tree)
                     self.controller.took_lookup(member.name, now_ms() - started, 1)
                     return
 

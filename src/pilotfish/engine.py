@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pilotfish.active import Active, Update, most_tokens, new_history
-from pilotfish.control.controller import Controller, StepShare
+from pilotfish.control.controller import Controller
 from pilotfish.control.cost import Load
 from pilotfish.control.latency import LatencyGuard
+from pilotfish.control.offers import StepShare
 from pilotfish.drafters.base import ADAPTIVE_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Drafter, DraftRequest
 from pilotfish.drafters.speculation import Part, Speculation
 from pilotfish.drafting import Drafting
@@ -80,6 +81,7 @@ class Engine:
             self._team = self.drafting.team_of(drafter, draft_budget)
         else:
             self._team = self.drafting.team(speculation)
+        self.drafting.pin(self._team)
         self._texts = texts
         self._watch = watch
         self._active: dict[int, Active] = {}
@@ -161,6 +163,7 @@ class Engine:
         if self._closed:
             raise PilotfishError("a newer engine uses the model now; one may run at a time")
         started = now_ms()
+        self.drafting.step()
         plan = self.scheduler.schedule(self._budget, self._most_prefill())
         try:
             # Before anyone drafts: a drafter may write to blocks that a copy is still to be made of.
@@ -173,8 +176,7 @@ class Engine:
             batch = self._batch(plan, trees)
             logits = self._needs_logits(plan)
             result = self.drafting.target_pass(batch, logits, [item.id for item in plan.scheduled], trees)
-            split = result is not None
-            if result is None:
+            if whole := result is None:
                 result = self.target.executable.forward(batch, self.target.kv, logits)
             forward_ms = now_ms() - computing
         except Exception as error:  # it hit the requests of this step and no others
@@ -184,7 +186,7 @@ class Engine:
             updates = self._judge(plan, trees, batch, result)
             step_ms = now_ms() - started
             self._guard.observe(batch.num_rows, step_ms)
-            if not split:
+            if whole:
                 self.controller.observe_pass(Load.of(batch), forward_ms)
             self._account(plan, trees, updates, draft_ms, step_ms)
             self.last_step = StepReport(batch.num_rows, draft_ms, forward_ms, step_ms)
@@ -246,7 +248,7 @@ class Engine:
         asked = [index for index, item in enumerate(plan.scheduled) if item.draft_budget]
         if asked:
             asks = [self._ask(plan.scheduled[index]) for index in asked]
-            emitting = sum(item.last for item in plan.scheduled)
+            emitting = [item.id for item in plan.scheduled if item.last]
             for index, tree in zip(asked, self.drafting.propose(asks, _load(plan), emitting), strict=True):
                 trees[index] = tree
         return trees, now_ms() - started
@@ -343,7 +345,7 @@ class Engine:
         if self._watch is not None:
             self._watch(request, [rows.logits(node) for node in nodes])
         request.counts.add(tree, verdict.path[:accepted])
-        self.drafting.observe(item.id, tree, verdict.path, accepted, choices)
+        self.drafting.observe(item.id, tree, verdict.path, accepted, choices, verdict.tokens)
         return update
 
     def _account(
@@ -359,6 +361,7 @@ class Engine:
         drafted = Load(plain.rows + nodes, plain.context, plain.work + nodes * plain.context, outputs)
         plain_ms = self.controller.costs.ms(plain)
         verify_ms = self.controller.costs.ms(drafted) - plain_ms
+        more_ms = self.controller.plain_ms([plan.scheduled[index].start for index in emitting])
         drafting = sum(plan.scheduled[index].draft_budget > 0 for index in emitting)
         for index in emitting:
             id, tree, count = plan.scheduled[index].id, trees[index], len(emitting)
@@ -368,6 +371,7 @@ class Engine:
                     verify_ms * len(tree) / nodes if nodes else 0.0,
                     step_ms / count,
                     plain_ms / count,
+                    more_ms / count,
                 )
                 what = "+".join(dict.fromkeys(tree.all_drafters())) or "plain"
                 self.controller.account(id, what, len(updates[index].tokens), share)

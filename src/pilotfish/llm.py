@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from pilotfish.backends.native import NativeBackend, usable_cores
 from pilotfish.backends.reference import ReferenceBackend
-from pilotfish.calibrate import calibrated, calibration_seconds, measure, model_key, shown
+from pilotfish.calibrate import Calibration, calibration_seconds
 from pilotfish.completion import Chunk, Completion, Logprob
 from pilotfish.config import ModelConfig
 from pilotfish.control.acceptance import Experience
 from pilotfish.control.controller import Controller
-from pilotfish.control.cost import CostModel, Load
 from pilotfish.control.memory import MemoryPlan, available_memory, plan_memory
 from pilotfish.drafters.base import MAX_DRAFT_TOKENS, Footprint, Host, Measurable
 from pilotfish.drafters.speculation import Speculation, drafter_class, parse_speculation
@@ -28,7 +27,7 @@ from pilotfish.loaders.tokenizer import Detokenizer, Tokenizer
 from pilotfish.metrics import now_ms
 from pilotfish.models.decoder import decoder_program
 from pilotfish.params import SamplingParams, StructuredOutput
-from pilotfish.program import BLOCK_SIZE, KV, Backend, Executable, Program
+from pilotfish.program import BLOCK_SIZE, Backend, Program
 from pilotfish.request import Request, TokenLogprob
 
 Prompt = str | Sequence[int]
@@ -107,8 +106,7 @@ class LLM:
             tokenizer=self.tokenizer,
             max_num_seqs=max_num_seqs,
         )
-        self._path, self._weights = path, weights
-        self._costs: CostModel | None = None  # of the target's passes, once the controller needs it
+        self._calibration = Calibration(path, weights, self.host, interpreter.description)
         self._experience = Experience()
         self.load_ms = now_ms() - started
 
@@ -210,36 +208,15 @@ class LLM:
 
     def _controller(self, speculation: Speculation) -> Controller:
         """One with what is known of this machine; where it has something to decide, passes are measured first."""
-        seconds = calibration_seconds()
-        if speculation.parts and speculation.k is None and seconds > 0:
-            if self._costs is None:
-                target = self.target
-                self._costs = self._measured(self._path, "the target", target.executable, target.kv, target.program)
+        costs = None
+        if speculation.parts and speculation.k is None and calibration_seconds() > 0:
+            costs = self._calibration.target()
             for part in speculation.parts:
                 drafter = part.make(self.host)
                 if isinstance(drafter, Measurable) and drafter.name not in self._experience.pass_costs:
-                    named = Path(str(part.options.get("model", self._path)))
-                    path = named if named.exists() else self._path
-                    costs = self._measured(path, drafter.name, drafter.executable, drafter.kv, drafter.program)
-                    self._experience.pass_costs[drafter.name] = costs
-        return Controller(self._costs, self._experience)
-
-    def _measured(self, path: Path, what: str, executable: Executable, kv: KV, program: Program) -> CostModel:
-        """What passes cost, from the cache folder if it was measured before."""
-        key = model_key(path, program, self.backend_description, weights=self._weights, what=what)
-
-        def now() -> list[tuple[Load, float]]:
-            with shown(f"measuring what passes of {what} cost") as progress:
-                return measure(
-                    executable,
-                    kv,
-                    program,
-                    num_blocks=self.target.num_blocks,
-                    seconds=calibration_seconds(),
-                    progress=progress,
-                )
-
-        return calibrated(key, now)
+                    path = Path(str(part.options.get("model", self._calibration.path)))
+                    self._experience.pass_costs[drafter.name] = self._calibration.drafter(drafter, path)
+        return Controller(costs, self._experience)
 
     def _echo(self, prompt: Prompt, request: Request, chat: bool) -> str:
         if not request.params.echo:

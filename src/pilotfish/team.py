@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pilotfish.drafters.base import Drafter, DraftRequest, ModelDrafter
+from pilotfish.drafters.base import Drafter, DraftRequest, ModelDrafter, Observer, TargetPass
 from pilotfish.tree import DraftTree
 from pilotfish.watchdog import TookTooLong, Watchdog
 
@@ -35,19 +35,18 @@ class Member:
     requests: set[int] = field(default_factory=set)
     failures: int = 0  # in a row
     parked: int = 0  # until this step
+    pinned: bool = False  # kept though nobody uses it
     lost: bool = False  # it did not come back in time, or can not be trusted any more
 
     @property
     def name(self) -> str:
         return self.drafter.name
 
-    @property
-    def has_passes(self) -> bool:
-        return isinstance(self.drafter, ModelDrafter)
-
-    @property
-    def whole(self) -> bool:
-        return bool(getattr(self.drafter, "WHOLE", False))
+    def __post_init__(self) -> None:
+        self.has_passes = isinstance(self.drafter, ModelDrafter)
+        self.passes_on = isinstance(self.drafter, TargetPass)
+        self.observes = isinstance(self.drafter, Observer)
+        self.whole = bool(getattr(self.drafter, "WHOLE", False))
 
     def ready(self, step: int) -> bool:
         """Whether it may be asked in this step."""

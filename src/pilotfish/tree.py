@@ -163,6 +163,16 @@ class DraftTree:
         """The law that the token of `node` was drawn from; None when it was not drawn."""
         return self.laws[node] if self.laws else None
 
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that lie along these tokens from the root on, as far as there are any."""
+        path: list[int] = []
+        for token in tokens:
+            node = self.child(path[-1] if path else -1, token)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (-1: root) that carries `token`."""
         for index in range(node + 1, len(self)):

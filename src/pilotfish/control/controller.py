@@ -9,70 +9,36 @@ What is not used is tried again when a hundredth of the time since then pays for
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pilotfish.control.acceptance import Acceptance, Experience
+from pilotfish.control.acceptance import Acceptance, Experience, Fading
 from pilotfish.control.cost import CostModel, Load
+from pilotfish.control.offers import Candidate, Choice, Offer, StepShare
 from pilotfish.request import Report
 
 HYSTERESIS = 0.03  # a drafter is taken up or given up for more than this share of the rate only
 PROBE_SHARE = 0.01  # of the time may go to drafters that did not seem to pay
+FIRST_CHANCES = 4  # steps in which a drafter is asked whatever it seems to be worth
+MOST_CATCH_UP = 3  # times that, for what they have to catch up before
 HORIZON = 64  # tokens over which a backlog must pay for itself, where the request has so many left
 LEAST_ROOM, FIRST_ROOM = 4, 8
 MISSES = 4  # proposals of a lookup without any effect before it rests
-LONGEST_REST = 16  # steps
+LONGEST_REST = 4  # power of two: steps
 NEGLIGIBLE = 0.004  # share of a step that a lookup may take without ever resting
 MEMORY = 0.9  # of running means
+YIELD_STEP, YIELD_FADE, MOST_YIELD = 0.08, 0.995, 4.0
 
 
 def unknown_costs() -> CostModel:
     """A machine that nothing is known of: flat for some rows, then linear. Real passes correct it."""
-    return CostModel.fit([(Load(rows), 10 * max(1.0, rows / 12)) for rows in (1, 2, 4, 8, 16, 32, 64, 512)])
+    return _scaled_costs(10.0)
 
 
-@dataclass(frozen=True)
-class Offer:
-    """The drafts of one request that could be verified."""
-
-    id: int
-    survivals: Sequence[float]  # of each node: the chance to be emitted; a child's is no higher than its parent's
-    context: int  # tokens that each node attends to
-    whole: bool = False  # all of them or none
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A request that a drafter with passes could draft for."""
-
-    id: int
-    drafter: str
-    most: int  # drafts
-    backlog: int  # rows that come first
-    remaining: int  # tokens the request may still have
-    context: int
-    gain: float  # tokens that drafts it has already are expected to bring
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which of the candidates to draft for, and what time is worth in this step."""
-
-    ids: frozenset[int]
-    tokens_per_ms: float
-    pass_ms: float
-    row_ms: float
-
-
-@dataclass(frozen=True)
-class StepShare:
-    """One request's part of a step's times."""
-
-    draft_ms: float
-    verify_ms: float
-    step_ms: float
-    plain_ms: float  # of one token without drafts
+def _scaled_costs(row_ms: float) -> CostModel:
+    return CostModel.fit([(Load(rows), row_ms * max(1.0, rows / 12)) for rows in (1, 2, 4, 8, 16, 32, 64, 512)])
 
 
 @dataclass
@@ -81,8 +47,9 @@ class _Request:
     room: float = FIRST_ROOM
     misses: Counter[str] = field(default_factory=Counter)
     rests: dict[str, int] = field(default_factory=dict)  # lookup -> steps that it still rests
-    drafting: set[str] = field(default_factory=set)  # drafters with passes that the last step used
-    credit_ms: dict[str, float] = field(default_factory=dict)  # time that may be spent on trying them again
+    drafting: set[str] = field(default_factory=set)  # drafters with passes that seemed to pay in the last step
+    expected: dict[str, float] = field(default_factory=dict)  # chance of the first draft of those asked in this step
+    yields: dict[str, Fading] = field(default_factory=dict)  # what was kept of it, on the mean
     report: Report = field(default_factory=Report)
 
 
@@ -95,7 +62,12 @@ class Controller:
         self.draft_costs = self.acceptance.experience.pass_costs
         self.lookup_ms = self.acceptance.experience.lookup_ms
         self.decisions: Counter[str] = Counter()
+        self._credit_ms: dict[str, float] = {}  # that may be spent on trying drafters again
         self._requests: dict[int, _Request] = {}
+
+    def step(self) -> None:
+        """A step of the engine begins."""
+        self.acceptance.experience.step += 1
 
     def begin(self, id: int, latency_target_ms: float | None = None) -> None:
         self._requests[id] = _Request(latency_target_ms)
@@ -120,44 +92,67 @@ class Controller:
             return False
         return True
 
+    def rests(self, id: int, drafter: str) -> bool:
+        """Whether a lookup rests for the request in this step."""
+        return bool(self._requests[id].rests.get(drafter))
+
     def took_lookup(self, drafter: str, ms: float, requests: int) -> None:
         """A lookup took so long for so many requests."""
         each = ms / max(1, requests)
         before = self.lookup_ms.get(drafter, each)
         self.lookup_ms[drafter] = MEMORY * before + (1 - MEMORY) * min(each, 4 * before)
 
-    def choose(self, base: Load, emitting: int, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, base: Load, emitting: Sequence[int], candidates: Sequence[Candidate]) -> Choice:
         """Whom a drafter with passes (the same for all candidates) should draft for, beside a pass of `base`.
 
-        `emitting` requests of the step get a token whatever is drafted.
+        The requests `emitting` get a token of the step whatever is drafted.
         """
         gains = {candidate.id: candidate.gain for candidate in candidates}
-        spare = sum(gains.values())
-        plain_rate = (emitting + spare) / self.costs.ms(self._grown(base, [(c.gain, c.context) for c in candidates]))
-        best = Choice(frozenset(), plain_rate, 0.0, self._row_ms(base))
+        load = self._grown(base, candidates)
+        prompts_ms = self._prompts_ms(base, emitting)
+        plain_ms = self.costs.ms(load)
+        plain_rate = (len(emitting) + sum(gains.values())) / (plain_ms - prompts_ms)
+        best = Choice(frozenset(), plain_rate, 0.0, load)
         drafter = candidates[0].drafter
         costs = self.draft_costs.get(drafter)
         if costs is None:  # the first time tells
             self._decide(candidates, frozenset(gains), drafter)
-            return Choice(frozenset(gains), plain_rate, 0.0, self._row_ms(base))
+            return Choice(frozenset(gains), plain_rate, 0.0, load)
         survivals = {candidate.id: self._expected(candidate) for candidate in candidates}
         order = sorted(candidates, key=lambda c: sum(survivals[c.id]) - c.gain, reverse=True)
         best_value = plain_rate
+        limit_ms = max(plain_ms, self._limit_ms(emitting, gains))
         for count in range(1, len(order) + 1):
-            chosen = order[:count]
-            found = self._best_depth(base, emitting, spare, chosen, survivals, costs)
-            held = sum(drafter in self._requests[c.id].drafting for c in chosen) / count
+            chosen, others = order[:count], order[count:]
+            found = self._best_depth(base, len(emitting), chosen, others, survivals, costs, prompts_ms, limit_ms)
+            held = sum(drafter in self._requests[c.id].drafting for c in order[:count]) / count
             value = found.tokens_per_ms * (1 + HYSTERESIS * (2 * held - 1))
             if value > best_value:
                 best, best_value = found, value
-        probes = self._probes(order, best, costs)
+        self._decide(candidates, best.ids, drafter)
+        probes = self._probes([candidate for candidate in order if candidate.id not in best.ids], best, costs, plain_ms)
         if probes:
             pass_ms = costs.ms(Load(len(best.ids | probes)))
-            best = Choice(best.ids | probes, best.tokens_per_ms, pass_ms, best.row_ms)
-        self._decide(candidates, best.ids, drafter)
+            best = Choice(best.ids | probes, best.tokens_per_ms, pass_ms, best.load)
+        for candidate in candidates:
+            if candidate.id in best.ids:
+                first = self.acceptance.chance_at(candidate.id, drafter, 1)
+                self._requests[candidate.id].expected[drafter] = first
         return best
 
-    def keep(self, base: Load, emitting: int, draft_ms: float, offers: Sequence[Offer]) -> list[list[bool]]:
+    def used(self, id: int, kept: Mapping[str, float]) -> None:
+        """What was kept of the drafters with passes that were asked for the request: the chance of their first draft.
+
+        A drafter that is asked and then has nothing to say that is worth a row costs time and shows nowhere else.
+        """
+        request, now = self._requests[id], self.acceptance.experience.step
+        for drafter, expected in request.expected.items():
+            found = request.yields.setdefault(drafter, Fading(1.0, YIELD_FADE))
+            before = found.at(now)
+            found.set(before + YIELD_STEP * (min(MOST_YIELD, kept.get(drafter, 0.0) / expected) - before), now)
+        request.expected.clear()
+
+    def keep(self, base: Load, emitting: Sequence[int], draft_ms: float, offers: Sequence[Offer]) -> list[list[bool]]:
         """Which nodes of each offer to verify: those that bring the most tokens per millisecond of the step.
 
         Where requests have a latency target, only sets that keep it count; if none does, the one nearest to it.
@@ -179,16 +174,18 @@ class Controller:
             for offer_index, offer in enumerate(offers)
             if (target := self._target(offer.id)) is not None
         }
-        others = self._other_targets(offers)
-        rows, work, tokens = base.rows, base.work, float(emitting)
+        offered = {offer.id for offer in offers}
+        others = min((t for id in emitting if id not in offered and (t := self._target(id)) is not None), default=0.0)
+        rows, work, tokens = base.rows, base.work, float(len(emitting))
+        prompts_ms = self._prompts_ms(base, emitting)
         expected = [1.0] * len(offers)
-        best, best_key = 0, self._key(base, rows, work, tokens, draft_ms, targets, others, expected)
+        best, best_key = 0, self._key(base, rows, work, tokens, draft_ms, prompts_ms, targets, others, expected)
         for taken, (survival, index, _, count) in enumerate(steps, 1):
             rows += count
             work += count * offers[index].context
             tokens -= survival * count
             expected[index] -= survival * count
-            key = self._key(base, rows, work, tokens, draft_ms, targets, others, expected)
+            key = self._key(base, rows, work, tokens, draft_ms, prompts_ms, targets, others, expected)
             if key > best_key:
                 best, best_key = taken, key
         for _, index, node, _ in steps[:best]:
@@ -205,7 +202,7 @@ class Controller:
     def observe_draft_pass(self, drafter: str, load: Load, ms: float) -> None:
         """A pass of a drafter took so long."""
         if drafter not in self.draft_costs:
-            self.draft_costs[drafter] = CostModel.fit([(Load(1, outputs=1), ms / max(1.0, load.rows / 12))])
+            self.draft_costs[drafter] = _scaled_costs(ms / max(1.0, load.rows / 12))
         self.draft_costs[drafter].observe(load, ms)
 
     def account(self, id: int, what: str, emitted: int, step: StepShare) -> None:
@@ -215,9 +212,7 @@ class Controller:
         report.draft_ms += step.draft_ms
         report.verify_ms += step.verify_ms
         report.step_ms += step.step_ms
-        report.plain_ms += emitted * step.plain_ms
-        for drafter in list(self._requests[id].credit_ms):
-            self._requests[id].credit_ms[drafter] += PROBE_SHARE * step.step_ms
+        report.plain_ms += step.first_ms + (emitted - 1) * step.more_ms
 
     def observe_drafts(self, id: int, drafters: Mapping[str, int], proposed: int, accepted: int) -> None:
         """What became of a step's drafts: how many each lookup has in the accepted path (0 for one without effect)."""
@@ -231,7 +226,7 @@ class Controller:
                 request.misses[drafter] += 1
                 over = request.misses[drafter] - MISSES
                 if over >= 0 and self.lookup_ms.get(drafter, 0.0) > NEGLIGIBLE * plain_ms:
-                    request.rests[drafter] = min(2**over, LONGEST_REST)
+                    request.rests[drafter] = 2 ** min(over, LONGEST_REST)
 
     def plain_ms(self, contexts: Sequence[int]) -> float:
         """A pass of one row for each request with these contexts."""
@@ -247,59 +242,77 @@ class Controller:
         self,
         base: Load,
         emitting: int,
-        spare: float,
         chosen: Sequence[Candidate],
+        others: Sequence[Candidate],
         survivals: Mapping[int, Sequence[float]],
         costs: CostModel,
+        prompts_ms: float,
+        limit_ms: float,
     ) -> Choice:
-        """Drafting for `chosen` to the depth of the best rate."""
+        """Drafting for `chosen` to the depth of the best rate, `others` keeping what drafts they have."""
         count = len(chosen)
         pass_ms = costs.ms(Load(count, outputs=count))
         backlog = sum(candidate.backlog for candidate in chosen)
         # What is caught up now serves later steps too: each pays by its tokens.
         tokens_left = max(1, min(HORIZON, max(candidate.remaining for candidate in chosen)))
         catch_up_ms = costs.ms(Load(count + backlog, outputs=count)) - pass_ms
-        gained = spare - sum(candidate.gain for candidate in chosen)
-        best = Choice(frozenset(), 0.0, pass_ms, 0.0)
-        tokens, work, rows = float(emitting + gained), 0, 0
-        most = max(candidate.most for candidate in chosen)
-        for depth in range(most):
-            for candidate in chosen:
-                if depth < len(survivals[candidate.id]):
-                    tokens += survivals[candidate.id][depth]
-                    rows += 1
-                    work += candidate.context
-            load = Load(base.rows + rows, base.context, base.work + work, base.outputs and base.outputs + rows)
-            time = self.costs.ms(load) + (depth + 1) * pass_ms
-            share = min(1.0, tokens / count / tokens_left)
-            rate = tokens / (time + share * catch_up_ms)
+        load = before = self._grown(base, others)
+        best = Choice(frozenset(), 0.0, pass_ms, before)
+        tokens = emitting + sum(candidate.gain for candidate in others)
+        for depth in range(max(candidate.most for candidate in chosen)):
+            drafted = [candidate for candidate in chosen if depth < len(survivals[candidate.id])]
+            tokens += sum(survivals[candidate.id][depth] for candidate in drafted)
+            load = _more(load, len(drafted), sum(candidate.context for candidate in drafted))
+            ms = self.costs.ms(load) + (depth + 1) * pass_ms
+            rate = tokens / (ms - prompts_ms + min(1.0, tokens / count / tokens_left) * catch_up_ms)
+            if ms > limit_ms:
+                break
             if rate > best.tokens_per_ms:
-                best = Choice(frozenset(c.id for c in chosen), rate, pass_ms, self._row_ms(load))
+                best = Choice(frozenset(c.id for c in chosen), rate, pass_ms, before)
             elif depth > 1:
                 break
         return best
 
     def _expected(self, candidate: Candidate) -> list[float]:
-        """The chance that a draft at each depth is emitted."""
+        """The chance that a draft at each depth is made, kept and emitted."""
         survivals: list[float] = []
         survival = 1.0
+        if found := self._requests[candidate.id].yields.get(candidate.drafter):
+            survival = found.at(self.acceptance.experience.step)
         for depth in range(1, candidate.most + 1):
             survival *= self.acceptance.chance_at(candidate.id, candidate.drafter, depth)
-            survivals.append(survival)
+            survivals.append(min(1.0, survival))
         return survivals
 
-    def _probes(self, order: Sequence[Candidate], best: Choice, costs: CostModel) -> frozenset[int]:
-        """Requests whose drafter is tried again, as the time that may be spent on that has come together."""
-        probes = set()
-        for candidate in order:
-            request = self._requests[candidate.id]
-            if candidate.id in best.ids:
-                request.credit_ms.pop(candidate.drafter, None)
-            elif request.credit_ms.get(candidate.drafter, 0.0) > costs.ms(Load(1 + candidate.backlog, outputs=1)):
-                request.credit_ms[candidate.drafter] = 0
-                probes.add(candidate.id)
-                self.decisions["tried again"] += 1
-        return frozenset(probes)
+    def _probes(self, parked: Sequence[Candidate], best: Choice, costs: CostModel, step_ms: float) -> frozenset[int]:
+        """Requests whose drafter is tried again, all together, as one pass serves them all.
+
+        Whatever a drafter seems to be worth, it has one chance; then it takes the time that a share of steps without
+        it allows.
+        """
+        if not parked:
+            return frozenset()
+        drafter = parked[0].drafter
+        tried = self.acceptance.experience.tried
+        credit = self._credit_ms.get(drafter, 0.0) + PROBE_SHARE * step_ms
+        self._credit_ms[drafter] = credit
+        before = len(best.ids)
+        before_ms = costs.ms(Load(before)) if before else 0.0
+
+        def affordable(probed: Sequence[Candidate]) -> bool:
+            rows = before + len(probed)
+            catch_up_ms = costs.ms(Load(rows + sum(candidate.backlog for candidate in probed))) - costs.ms(Load(rows))
+            return credit >= costs.ms(Load(rows)) - before_ms and MOST_CATCH_UP * credit >= catch_up_ms
+
+        if tried[drafter] >= FIRST_CHANCES and not affordable(parked):
+            # All of them grow faster than the credit does where rows are dear; one of them tells of all.
+            parked = [min(parked, key=lambda candidate: candidate.backlog)]
+            if not affordable(parked):
+                return frozenset()
+        tried[drafter] += 1
+        self._credit_ms[drafter] = 0
+        self.decisions[f"{drafter} tried again"] += 1
+        return frozenset(candidate.id for candidate in parked)
 
     def _decide(self, candidates: Sequence[Candidate], ids: frozenset[int], drafter: str) -> None:
         for candidate in candidates:
@@ -310,21 +323,15 @@ class Controller:
                 drafting.add(drafter)
             else:
                 drafting.discard(drafter)
-                self._requests[candidate.id].credit_ms.setdefault(drafter, 0.0)  # from now on time counts
+
+    def _limit_ms(self, emitting: Sequence[int], gains: Mapping[int, float]) -> float:
+        """How long the step may take so that latency targets hold with what is expected without more drafts."""
+        targets = [(self._target(id), 1 + gains.get(id, 0.0)) for id in emitting]
+        return min((target * tokens for target, tokens in targets if target is not None), default=math.inf)
 
     def _target(self, id: int) -> float | None:
         request = self._requests.get(id)
         return None if request is None else request.latency_target_ms
-
-    def _other_targets(self, offers: Sequence[Offer]) -> float:
-        """The tightest target of running requests that have no drafts to be kept."""
-        offered = {offer.id for offer in offers}
-        targets = [
-            request.latency_target_ms
-            for id, request in self._requests.items()
-            if request.latency_target_ms is not None and id not in offered
-        ]
-        return min(targets, default=0.0)
 
     def _key(
         self,
@@ -333,28 +340,42 @@ class Controller:
         work: int,
         tokens: float,
         draft_ms: float,
+        prompts_ms: float,
         targets: Mapping[int, float],
         others: float,
         expected: Sequence[float],
     ) -> tuple[float, float]:
         """What a set of drafts is worth: how far it misses latency targets, then its rate."""
-        outputs = None if base.outputs is None else base.outputs + rows - base.rows
-        ms = draft_ms + self.costs.ms(Load(rows, base.context, work, outputs))
+        ms = draft_ms + self.costs.ms(_more(base, rows - base.rows, work - base.work))
         missed = 1.0
         if targets or others:
             ratios = [ms / (target * expected[index]) for index, target in targets.items()]
             if others:
                 ratios.append(ms / others)
             missed = max(1.0, *ratios)
-        return -missed, tokens / ms
+        return -missed, tokens / (ms - prompts_ms)
 
-    def _grown(self, base: Load, grown: Sequence[tuple[float, int]]) -> Load:
-        """`base` with the rows that bring expected tokens; about one row each."""
-        rows = sum(round(gain) for gain, _ in grown)
-        work = sum(round(gain) * context for gain, context in grown)
-        return Load(base.rows + rows, base.context, base.work + work, base.outputs and base.outputs + rows)
+    def _grown(self, base: Load, grown: Sequence[Candidate]) -> Load:
+        """`base` with the rows of drafts that requests have already: about one for each expected token."""
+        rows = sum(round(candidate.gain) for candidate in grown)
+        return _more(base, rows, sum(round(candidate.gain) * candidate.context for candidate in grown))
 
-    def _row_ms(self, load: Load) -> float:
-        """One more row for the target, as the mean over the next four: times rise in steps."""
-        more = Load(load.rows + 4, load.context, load.work, load.outputs and load.outputs + 4)
-        return (self.costs.ms(more) - self.costs.ms(load)) / 4
+    def _prompts_ms(self, base: Load, emitting: Sequence[int]) -> float:
+        """What prompts add to the step, whatever is drafted.
+
+        It does not count as time that tokens take: else any draft would seem cheap beside a long prompt.
+        """
+        count = len(emitting)
+        if base.rows <= count:
+            return 0.0
+        context = base.context * count // base.rows
+        return max(0.0, self.costs.ms(base) - self.costs.ms(Load(count, context, context, count)))
+
+    def row_ms(self, load: Load, rows: int) -> float:
+        """What one more row costs beside `load` and `rows` others."""
+        return self.costs.ms(_more(load, rows + 1, 0)) - self.costs.ms(_more(load, rows, 0))
+
+
+def _more(load: Load, rows: int, work: int) -> Load:
+    outputs = None if load.outputs is None else load.outputs + rows
+    return Load(load.rows + rows, load.context, load.work + work, outputs)

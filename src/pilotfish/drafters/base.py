@@ -25,12 +25,20 @@ class Price:
 
     tokens_per_ms: float
     pass_ms: float  # one more pass of the drafter
-    row_ms: float  # one more row in the target's pass
+    row_ms: Callable[[int], float]  # what the target's pass takes for one more row, beside so many rows of drafts
     chance: Callable[[int, int, float], float]
 
-    def pays(self, survivals: Sequence[float]) -> bool:
-        """Whether one more pass that gives nodes with these chances to be emitted, over all requests, is worth it."""
-        return sum(survivals) > self.tokens_per_ms * (self.pass_ms + self.row_ms * len(survivals))
+    def least(self, rows: int) -> float:
+        """The chance to be emitted that a node needs to pay for its row, beside `rows` others."""
+        return self.tokens_per_ms * self.row_ms(rows)
+
+    def pays(self, survivals: Sequence[float], rows: int) -> bool:
+        """Whether one more pass that gives nodes with these chances to be emitted, over all requests, is worth it.
+
+        What was drafted already is never to be left out for its chance: the controller does that, when it knows all.
+        """
+        spent = self.tokens_per_ms * self.pass_ms + sum(self.least(rows + more) for more in range(len(survivals)))
+        return sum(survivals) > spent
 
 
 @dataclass(frozen=True)

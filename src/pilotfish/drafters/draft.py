@@ -74,6 +74,9 @@ class _Place:
     computed: int  # at most all but the last
 
 
+SIBLINGS = 2  # children of a node where the controller chooses among them: a few rows more cost next to nothing
+
+
 class DraftModelDrafter:
     """All requests in one batch per pass; `branches` = 1 drafts chains, more the most promising branches as well.
 
@@ -88,7 +91,7 @@ class DraftModelDrafter:
         "model": TextOption(None, "a .gguf file, a Hugging Face directory or demo", needed=True),
         "vocab": TextOption("auto", "tokens its head knows: auto, all, 16k or so, or a file of ids", read_vocab),
         "weights": TextOption(None, "rounded on load to bf16, int8 or int4", _check_weights),
-        "branches": Option(1, 1, 4, "most children of a node, and nodes computed in one pass"),
+        "branches": Option(1, 1, 4, "most nodes of a request that are computed in one pass"),
     }
 
     def __init__(
@@ -168,7 +171,7 @@ class DraftModelDrafter:
         """Chains or trees. Raises PilotfishError when the model's rows are broken."""
         trees = [DraftTree.empty() for _ in requests]
         places = [place for index, request in enumerate(requests) if (place := self._place(index, request))]
-        parts, growing = self._begin(places)
+        parts, growing = self._begin(places, 1 if price is None else SIBLINGS)
         if not parts:
             return trees
         for (_, growth), row in zip(growing, self._forward(parts), strict=True):
@@ -186,7 +189,7 @@ class DraftModelDrafter:
 
         grow([growth for _, growth in growing], compute, price)
         for place, growth in growing:
-            trees[place.index] = growth.tree(self.name, price)
+            trees[place.index] = growth.tree(self.name)
             self._remember(place.known, growth)
         return trees
 
@@ -199,7 +202,9 @@ class DraftModelDrafter:
         """The request is over; the KV of its tokens may serve others."""
         self._known.pop(id, None)
 
-    def _begin(self, places: Sequence[_Place]) -> tuple[list[tuple[PassRows, Keys]], list[tuple[_Place, Growth]]]:
+    def _begin(
+        self, places: Sequence[_Place], siblings: int
+    ) -> tuple[list[tuple[PassRows, Keys]], list[tuple[_Place, Growth]]]:
         """The rows of the first pass: what has no KV yet, and of those whose last token is among it the roots."""
         growing: list[tuple[_Place, Growth]] = []
         parts: list[tuple[PassRows, Keys]] = []
@@ -211,7 +216,7 @@ class DraftModelDrafter:
             rows = PassRows(place.tokens[place.computed : stop], place.computed, place.blocks, int(ready))
             parts.append((rows, place.keys[place.computed : stop]))
             if ready:
-                growing.append((place, self._growth(place)))
+                growing.append((place, self._growth(place, siblings)))
         return parts, growing
 
     def _place(self, index: int, request: DraftRequest) -> _Place | None:
@@ -245,7 +250,7 @@ class DraftModelDrafter:
             self.model.learn(new, prompt=known.seen == 0)
         known.seen = len(request.tokens)
 
-    def _growth(self, place: _Place) -> Growth:
+    def _growth(self, place: _Place, siblings: int) -> Growth:
         length, request = len(place.tokens), place.request
         return Growth(
             request,
@@ -255,6 +260,7 @@ class DraftModelDrafter:
             most_slots=min(request.budget, len(place.blocks) * BLOCK_SIZE - length),
             most_depth=min(request.max_depth, self.model.program.context_length - length + 1),
             branches=1 if request.draws else self._branches,
+            children=1 if request.draws else max(siblings, self._branches),
             typical=place.known.typical,
             ends=frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else self._ends),
         )
@@ -262,7 +268,7 @@ class DraftModelDrafter:
     def _add(self, growth: Growth, node: int, row: Floats, price: Price | None) -> None:
         depth = 0 if node < 0 else growth.nodes[node].depth
         position = growth.length + depth
-        growth.add(node, self.model.reader.choices(growth.request, row, position, growth.branches), price)
+        growth.add(node, self.model.reader.choices(growth.request, row, position, growth.children), price)
 
     def _forward(self, parts: Sequence[tuple[PassRows, Keys]]) -> Floats:
         """One pass; the wanted rows [wanted, logits]. `parts` are the rows of requests and the keys of their slots."""

@@ -238,7 +238,7 @@ class LayerSkipDrafter:
         return result.logits
 
     def _take(self, chain: _Chain, logits: Floats, price: Price | None) -> None:
-        """Add the token that follows, unless it does not pay for its row in the target's pass."""
+        """Add the token that follows."""
         request = chain.request
         try:
             token, confidence, law = _choose(request, logits, len(chain.tokens))
@@ -248,12 +248,7 @@ class LayerSkipDrafter:
         mean = MEMORY * self._confidence.get(request.id, FIRST_CONFIDENCE) + (1 - MEMORY) * confidence
         self._confidence[request.id] = chain.confidence = mean
         if price is not None:
-            survival = chain.survival * price.chance(request.id, chain.depth, confidence)
-            # Whether a drawn token stays must not depend on it (verify.py).
-            if law is None and survival < price.tokens_per_ms * price.row_ms:
-                chain.room = 0
-                return
-            chain.survival = survival
+            chain.survival *= price.chance(request.id, chain.depth, confidence)
         chain.tokens.append(token)
         chain.confidences.append(confidence)
         chain.laws.append(law)
@@ -263,14 +258,15 @@ class LayerSkipDrafter:
 
 def _paying(chains: Sequence[_Chain], price: Price) -> list[_Chain]:
     """Those for which one more pass is worth it."""
+    rows = sum(len(chain.tokens) for chain in chains)
     found: list[_Chain] = []
     survivals: list[float] = []
     for chain in chains:
         survival = chain.survival * price.chance(chain.request.id, chain.depth, chain.confidence)
-        if survival > price.tokens_per_ms * price.row_ms:
+        if survival > price.least(rows):
             found.append(chain)
             survivals.append(survival)
-    return found if price.pays(survivals) else []
+    return found if price.pays(survivals, rows) else []
 
 
 def _choose(request: DraftRequest, logits: Floats, made: int) -> tuple[int, float, Probs | None]:

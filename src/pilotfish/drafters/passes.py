@@ -112,7 +112,8 @@ class Growth:
     key: int  # of those tokens
     most_slots: int  # that nodes may take
     most_depth: int
-    branches: int  # children of a node, and nodes that are computed in one pass
+    branches: int  # nodes that are computed in one pass
+    children: int  # of a node: those that are not computed cost a row only, if the controller keeps them
     typical: float  # confidence that is expected of a node
     ends: frozenset[int] = frozenset()  # tokens that nothing can follow
     nodes: list[Node] = field(default_factory=list)
@@ -136,12 +137,15 @@ class Growth:
                 )
             )
 
-    def next(self, price: Price | None) -> tuple[list[int], list[float]]:
-        """Nodes to compute in the next pass, and the survivals that their best children are expected to have."""
-        kept = self._kept(price)
-        least = -1.0 if price is None else price.tokens_per_ms * price.row_ms
+    def next(self, price: Price | None, rows: int) -> tuple[list[int], list[float]]:
+        """Nodes to compute in the next pass, and the survivals that their best children are expected to have.
+
+        `rows` is how many nodes all requests of the proposal have.
+        """
+        kept = self._kept()
+        least = -1.0 if price is None else price.least(rows)
         if len(kept) == self.request.budget:
-            if self.branches == 1:  # a chain that is full can not change
+            if self.children == 1:  # a chain that is full can not change
                 return [], []
             least = self.nodes[kept[-1]].survival
         chosen: list[int] = []
@@ -180,9 +184,9 @@ class Growth:
             [node.path for node in nodes],
         )
 
-    def tree(self, name: str, price: Price | None) -> DraftTree:
-        """The nodes that are worth their rows, up to the budget, the likeliest to be emitted first to be kept."""
-        kept = sorted(self._kept(price))
+    def tree(self, name: str) -> DraftTree:
+        """The nodes that are likeliest to be emitted, up to the budget."""
+        kept = sorted(self._kept())
         place = {ROOT: ROOT} | {index: at for at, index in enumerate(kept)}
         nodes = [self.nodes[index] for index in kept]
         laws = tuple(node.law for node in nodes)
@@ -194,11 +198,10 @@ class Growth:
             tuple(node.confidence for node in nodes),
         )
 
-    def _kept(self, price: Price | None) -> list[int]:
+    def _kept(self) -> list[int]:
         """Indices, the highest survival first. A parent is never below its children, and of equals it comes first."""
-        floor = 0.0 if price is None else price.tokens_per_ms * price.row_ms
         order = sorted(range(len(self.nodes)), key=lambda index: (-self.nodes[index].survival, index))
-        return [index for index in order[: self.request.budget] if price is None or self.nodes[index].survival > floor]
+        return order[: self.request.budget]
 
     def _chance(self, price: Price, depth: int, confidence: float) -> float:
         return min(1.0, max(0.0, price.chance(self.request.id, depth, confidence)))
@@ -212,11 +215,12 @@ def grow(growing: Sequence[Growth], compute: Compute, price: Price | None) -> No
     while True:
         asked: list[tuple[Growth, list[int]]] = []
         survivals: list[float] = []
+        rows = sum(min(len(growth.nodes), growth.request.budget) for growth in growing)
         for growth in growing:
-            nodes, worth = growth.next(price)
+            nodes, worth = growth.next(price, rows)
             if nodes:
                 asked.append((growth, nodes))
                 survivals += worth
-        if not asked or (price is not None and not price.pays(survivals)):
+        if not asked or (price is not None and not price.pays(survivals, rows)):
             return
         compute(asked)

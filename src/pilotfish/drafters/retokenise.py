@@ -198,7 +198,9 @@ class RetokenisingDrafter:
         if parts:
             rows = self._forward(parts)
             alive = self._choose(drafting, rows, price)
-            while alive and (price is None or price.pays([self._next(draft, price) for draft in alive])):
+            while alive and (
+                price is None or price.pays([self._next(draft, price) for draft in alive], _rows(drafting))
+            ):
                 rows = self._forward([self._next_row(draft) for draft in alive])
                 alive = self._choose(alive, rows, price)
             for draft in drafting:
@@ -245,7 +247,7 @@ class RetokenisingDrafter:
 
     def _choose(self, drafts: Sequence[_Draft], rows: Floats, price: Price | None) -> list[_Draft]:
         """Take a token for each; those that may go on."""
-        floor = -1.0 if price is None else price.tokens_per_ms * price.row_ms
+        floor = -1.0 if price is None else price.least(_rows(drafts))
         alive = []
         for draft, row in zip(drafts, rows, strict=True):
             request = draft.request
@@ -320,3 +322,7 @@ class RetokenisingDrafter:
             confidences.append(float(np.prod(inside)))
             at = end
         return confidences
+
+
+def _rows(drafts: Sequence[_Draft]) -> int:
+    return sum(len(draft.tokens) for draft in drafts)
