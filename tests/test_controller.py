@@ -570,9 +570,8 @@ def test_yields_follow_what_is_kept() -> None:
     assert controller._requests[0].yields["d"].at(now) == pytest.approx(1.0)
     assert controller._requests[1].yields["d"].at(now) == pytest.approx(0.5, abs=0.04)  # it fades towards 1
     assert set(controller._requests[1].yields) == {"d"}, "who was not asked has no yield"
-    assert controller._expected(_candidate(1))[0] == pytest.approx(
-        0.5 * controller._expected(_candidate(0))[0], rel=0.05
-    )
+    found = controller._requests[1].yields["d"].at(now)
+    assert controller._expected(_candidate(1))[0] == pytest.approx(found * controller._expected(_candidate(0))[0])
 
 
 def test_a_latency_target_bounds_who_is_drafted_for() -> None:
