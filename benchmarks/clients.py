@@ -6,7 +6,9 @@
 Each of the clients sends its next prompt when its answer has come, so the batch is full all the time; the run ends when
 the first client has nothing left to send. Settings take turns: off, n-gram, suffix and draft model with fixed lengths,
 and what the controller chooses. Tokens per second are of the whole time, prompts included; prompts are those of
-benchmarks/prompts of at most `--longest` tokens, all different. Every text must be that of `off`.
+benchmarks/prompts of at most `--longest` tokens, all different. Every text must be that of `off`. With few prompts for
+each client the end counts against settings whose requests do not end together: the prompts of answers that were not
+written are in their time.
 """
 
 from __future__ import annotations
