@@ -11,10 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from layer_loop import tiny_host
 from pilotfish.backends.native import NativeBackend
-from pilotfish.calibrate import MOST_REPEATS, Samples, calibrated, cpu_name, measure, model_key, shown
+from pilotfish.calibrate import (
+    MOST_REPEATS,
+    Calibration,
+    Samples,
+    calibrated,
+    calibration_seconds,
+    cpu_name,
+    measure,
+    model_key,
+    shown,
+)
 from pilotfish.control.cost import CostModel, Load
 from pilotfish.engine import Engine, Target
+from pilotfish.errors import InputError
 from pilotfish.models.decoder import decoder_program
 from pilotfish.params import SamplingParams
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Floats, Result
@@ -232,3 +244,52 @@ def test_the_bar_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
         progress(1.0)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+class _Drafter:
+    """What a calibration has to know of a drafter."""
+
+    name = "draft:small"
+
+    def __init__(self, target: Target) -> None:
+        self.program, self.executable, self.kv = target.program, target.executable, target.kv
+
+
+def test_a_drafter_is_measured_at_the_speed_of_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is half as fast meanwhile must not make the drafter look twice as dear."""
+    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PILOTFISH_CALIBRATION_SECONDS", "0.1")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"model")
+    config, tensors = tiny_model("llama", 11, kinds="Q4_0+Q8_0")
+    host = tiny_host(NativeBackend(threads=1), config, tensors, 512)
+    calls: list[str] = []
+
+    def measured(self: Calibration, what: str, *rest: object) -> Samples:
+        calls.append(what)
+        return [(Load(1, 1, 1), 10.0 if what == "the target" else 6.0)]
+
+    rows_ms = iter([20.0, 40.0, 20.0, 20.0])  # the first time it moves while the drafter is measured
+    monkeypatch.setattr(Calibration, "_measure", measured)
+    monkeypatch.setattr(Calibration, "_row_ms", lambda self: next(rows_ms))
+    target = Target(host.program, host.executable, host.kv, host.num_blocks)
+    calibration = Calibration(file, None, host, "kernels")
+    assert calibration.target().ms(Load(1, 1, 1)) == pytest.approx(10.0)
+    assert calibration.drafter(_Drafter(target), file).ms(Load(1, 1, 1)) == pytest.approx(3.0)
+    assert calls == ["the target", "draft:small", "draft:small"]
+    again = Calibration(file, None, host, "kernels")
+    assert again.drafter(_Drafter(target), tmp_path / "gone").ms(Load(1, 1, 1)) == pytest.approx(3.0)
+    assert len(calls) == 3, "both were kept"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 3.0), ("0", 0.0), ("2.5", 2.5)])
+def test_the_time_for_it_can_be_set(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    monkeypatch.setenv("PILOTFISH_CALIBRATION_SECONDS", text)
+    assert calibration_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "1e9"])
+def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("PILOTFISH_CALIBRATION_SECONDS", text)
+    with pytest.raises(InputError, match=r"PILOTFISH_CALIBRATION_SECONDS is .*; it must be a number of seconds"):
+        calibration_seconds()
