@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from pilotfish.calibrate import cpu_name, measure, shown
+from pilotfish.bench import machine
+from pilotfish.calibrate import measure
 from pilotfish.control.cost import CostModel, Load
 from pilotfish.llm import LLM
+from pilotfish.loaders.kept import shown
 from pilotfish.metrics import now_ms
 from pilotfish.params import SamplingParams
 from pilotfish.program import KV, Executable, Floats, Result
@@ -119,7 +121,7 @@ def evaluate(name: str, seconds: float, steps: int) -> dict[str, Any]:
     spreads = [(max(ms) - min(ms)) / median(ms) for ms in passes.values() if len(ms) > 1]
     return {
         "model": llm.config.name or name,
-        "machine": f"{cpu_name()}, {llm.backend_description}",
+        "machine": machine(llm),
         "calibration_ms": round(calibration_ms),
         "shapes": len(passes),
         "passes": len(samples),

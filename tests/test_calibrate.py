@@ -22,11 +22,11 @@ from pilotfish.calibrate import (
     cpu_name,
     measure,
     model_key,
-    shown,
 )
 from pilotfish.control.cost import CostModel, Load
 from pilotfish.engine import Engine, Target
 from pilotfish.errors import InputError
+from pilotfish.loaders.kept import shown
 from pilotfish.models.decoder import decoder_program
 from pilotfish.params import SamplingParams
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Floats, Result

@@ -7,26 +7,18 @@ the blocks that are used is overwritten.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from tempfile import NamedTemporaryFile
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 import pilotfish
 from pilotfish.control.cost import CostModel, Load
 from pilotfish.drafters.base import Host, Measurable
 from pilotfish.errors import InputError
 from pilotfish.loaders.demo import cache_folder
+from pilotfish.loaders.kept import kept_or_made, shown
 from pilotfish.metrics import now_ms
 from pilotfish.program import BLOCK_SIZE, KV, Executable, Program
 from pilotfish.tree import DraftTree, Rows, TreeBatch
@@ -56,8 +48,6 @@ MOST_REPEATS = 12
 ALWAYS = 4  # passes of at most so many rows are measured however slow the machine is
 # Shares of the time, until which the outline, and then details may be measured; one pass must be expected to end in it.
 OUTLINE_SHARE, DETAILS_SHARE, OVERRUN = 0.5, 0.75, 1.25
-
-logger = logging.getLogger("pilotfish")
 
 Samples = list[tuple[Load, float]]
 
@@ -145,19 +135,15 @@ def calibrated(
     A file that is damaged or of another key is measured again. A folder that can not be written costs only the next
     start the time.
     """
-    folder = cache_folder() / "costs" if folder is None else folder
-    described = json.loads(json.dumps({"format": FORMAT, **key}, sort_keys=True, default=str))
-    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-    path = folder / f"{name}.json"
-    found = _read(path, described)
-    if found is not None:
-        return found
-    model = CostModel.fit(measure_now())
-    try:
-        _write(path, {"key": described, "cost": model.as_dict()})
-    except OSError as error:
-        logger.warning("what passes cost can not be kept in %s and will be measured again: %s", folder, error)
-    return model
+    return kept_or_made(
+        cache_folder() / "costs" if folder is None else folder,
+        {"format": FORMAT, **key},
+        "cost",
+        "what passes cost",
+        make=lambda: CostModel.fit(measure_now()),
+        write=CostModel.as_dict,
+        read=CostModel.from_dict,
+    )
 
 
 def model_key(path: Path, program: Program, backend: str, **others: object) -> dict[str, object]:
@@ -274,16 +260,6 @@ def cpu_name() -> str:
     return next(names, "unknown CPU")
 
 
-@contextmanager
-def shown(text: str) -> Iterator[Callable[[float], None]]:
-    """Something to call with the share that is done, which shows as a bar on stderr when that is a terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(text, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
-
-
 def _passes(program: Program, num_blocks: int, most_rows: int) -> tuple[list[_Pass], list[_Pass], list[_Pass]]:
     """Outline, details and passes of many rows, all within the blocks and within the context of the model."""
 
@@ -313,26 +289,3 @@ def _touch(kv: KV, passes: Sequence[_Pass]) -> None:
     """Write a slot of every block that is read: memory that was never written lies in one page, and in the cache."""
     last = max(int(item.batch.block_tables.max(initial=0)) for item in passes)
     kv.move(range(last + 1), [0] * last, [BLOCK_SIZE * block for block in range(1, last + 1)])
-
-
-def _read(path: Path, key: Mapping[str, Any]) -> CostModel | None:
-    try:
-        kept = json.loads(path.read_text())
-        if not isinstance(kept, dict) or kept.get("key") != key:
-            return None
-        return CostModel.from_dict(kept.get("cost"))  # type: ignore[arg-type]
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """In one piece, or not at all: another process may read or write the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-        try:
-            json.dump(content, file)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pilotfish.calibrate import cpu_name
 from pilotfish.errors import InputError
 from pilotfish.files import read_text
 from pilotfish.llm import LLM
@@ -80,14 +80,4 @@ def _spread(samples: list[Sample], count: int) -> list[Sample]:
 
 def machine(llm: LLM) -> str:
     """What ran, in words."""
-    cpu = next(iter(_cpu_names()), "unknown CPU")
-    return f"{cpu}, {llm.backend_description}"
-
-
-def _cpu_names() -> Iterable[str]:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
-                yield line.partition(":")[2].strip()
-    except OSError:
-        return
+    return f"{cpu_name()}, {llm.backend_description}"

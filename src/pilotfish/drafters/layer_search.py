@@ -8,17 +8,13 @@ first (the block influence of ShortGPT, Men et al. 2024), and what is found is i
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from pilotfish.control.speedup import speed_up
+from pilotfish.loaders.kept import kept_or_made
 
 FORMAT = 1  # of a file, and of what is searched
 TRIED = 3  # layers that are tried in each round
@@ -28,8 +24,6 @@ EXCHANGES = 4  # tried at the end
 LEAST_MATCH = 0.25  # a view that agrees less often is not thinned further
 MOST_DRAFTS = 16
 ROW_COST = 0.02  # of one more row in the target's pass, in passes of one row
-
-logger = logging.getLogger("pilotfish")
 
 
 class Trial(Protocol):
@@ -154,49 +148,29 @@ def kept(key: Mapping[str, object], num_layers: int, folder: Path, search_now: C
     A file that is damaged or of another key is searched again. A folder that can not be written costs only the next
     start the time.
     """
-    described = json.loads(json.dumps({"format": FORMAT, **key}, sort_keys=True, default=str))
-    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-    path = folder / f"{name}.json"
-    found = _read(path, described, num_layers)
-    if found is None:
-        found = search_now()
-        try:
-            _write(path, {"key": described, "found": asdict(found)})
-        except OSError as error:
-            logger.warning("the layers to skip can not be kept in %s and will be searched again: %s", folder, error)
-    return found
 
-
-def _read(path: Path, key: Mapping[str, Any], num_layers: int) -> Found | None:
-    try:
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or content.get("key") != key:
-            return None
-        fields = content["found"]
+    def read(fields: Any) -> Found:
         found = Found(
             tuple(int(layer) for layer in fields["skipped"]),
             float(fields["match"]),
             int(fields["draft_tokens"]),
             float(fields["speed_up"]),
         )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return found if _sound(found.skipped, num_layers) else None
+        if not _sound(found.skipped, num_layers):
+            raise ValueError(f"no layers to skip of {num_layers}: {found.skipped}")
+        return found
+
+    return kept_or_made(
+        folder,
+        {"format": FORMAT, **key},
+        "found",
+        "which layers to skip",
+        make=search_now,
+        write=asdict,
+        read=read,
+    )
 
 
 def _sound(skipped: Sequence[int], num_layers: int) -> bool:
     inside = all(0 <= layer < num_layers for layer in skipped)
     return inside and 0 < len(skipped) < num_layers and list(skipped) == sorted(set(skipped))
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """In one piece, or not at all: another process may read or write the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-        try:
-            json.dump(content, file)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

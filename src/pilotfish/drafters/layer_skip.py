@@ -17,15 +17,11 @@ prompt the drafts are guesses at best.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from pilotfish.backends.native import choose, log_probabilities
 from pilotfish.drafters.base import DraftRequest, Host, Price
@@ -34,6 +30,7 @@ from pilotfish.drafters.layer_search import Found, kept, search
 from pilotfish.drafters.speculation import Option, TextOption
 from pilotfish.errors import InputError, PilotfishError
 from pilotfish.loaders.demo import cache_folder
+from pilotfish.loaders.kept import shown
 from pilotfish.metrics import now_ms
 from pilotfish.models.decoder import expected_shapes
 from pilotfish.models.split import SplitExecutable, States, view
@@ -323,7 +320,7 @@ def _on_disk(host: Host) -> Found:
     head = sizes["embed"]
 
     def search_now() -> Found:
-        with _shown("searching which layers to skip (once)") as progress:
+        with shown("searching which layers to skip (once)") as progress:
             prompts = [host.tokenizer.encode(prompt, special=True) for prompt in PROMPTS]
             text = TargetText(config, host.program, host.executable, host.backend, host.weights, prompts)
             share = layer / (layer * config.num_layers + head)
@@ -331,13 +328,3 @@ def _on_disk(host: Host) -> Found:
 
     described = {"config": repr(config), "name": config.name, "weights": sum(sizes.values())}
     return kept(described, config.num_layers, cache_folder() / "layer-skip", search_now)
-
-
-@contextmanager
-def _shown(what: str) -> Iterator[Callable[[float], None]]:
-    """Something to call with the share that is done, which shows as a bar on stderr when that is a terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
