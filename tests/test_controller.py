@@ -273,9 +273,9 @@ def test_room_follows_what_is_accepted() -> None:
     controller = _controller(1.0, 1)
     assert controller.room(0, 100) == 2 * FIRST_ROOM + LEAST_ROOM
     for _ in range(100):
-        controller.observe_drafts(0, {}, 4, 0)
+        controller.observe_drafts(0, {}, 0)
     assert controller.room(0, 100) == LEAST_ROOM
-    controller.observe_drafts(0, {}, 12, 12)
+    controller.observe_drafts(0, {}, 12)
     assert controller.room(0, 100) == 24 + LEAST_ROOM and controller.room(0, 16) == 16
 
 
@@ -288,12 +288,12 @@ def test_lookups_rest_and_come_back() -> None:
         for name, steps in asked.items():
             if controller.wants_lookup(0, name):
                 steps.append(step)
-                controller.observe_drafts(0, {name: 0}, 1, 0)
+                controller.observe_drafts(0, {name: 0}, 0)
     assert asked["fast"] == list(range(400)), "what takes no time never rests"
     gaps = np.diff(asked["slow"]).tolist()
     assert gaps[: MISSES - 1] == [1] * (MISSES - 1)
     assert gaps == sorted(gaps) and gaps[-1] == 2**LONGEST_REST + 1
-    controller.observe_drafts(0, {"slow": 2}, 3, 2)  # it comes back at once when it is of use
+    controller.observe_drafts(0, {"slow": 2}, 2)  # it comes back at once when it is of use
     assert controller._requests[0].misses["slow"] == 0
 
 
@@ -358,7 +358,7 @@ def test_random_operations(seed: int) -> None:
                 controller.took_lookup("a", rng.uniform(0, 2), len(ids))
                 for id in ids:
                     controller.wants_lookup(id, "a")
-                    controller.observe_drafts(id, {"a": rng.choice([0, 0, 2])}, 3, rng.randrange(4))
+                    controller.observe_drafts(id, {"a": rng.choice([0, 0, 2])}, rng.randrange(4))
                     assert 0 <= controller.room(id, 16) <= 16
             case 5:
                 for id in ids:

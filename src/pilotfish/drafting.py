@@ -171,7 +171,7 @@ class Drafting:
         self.controller.acceptance.learn(id, offered, followed, len(tokens))
         on_path = [tree.all_drafters()[node] for node in path[:accepted]]
         asked = {name: on_path.count(name) for name in self._asked.pop(id, ())}
-        self.controller.observe_drafts(id, asked, len(tree), accepted)
+        self.controller.observe_drafts(id, asked, accepted)
         if choices is not None:
             for member, _ in team.members:
                 if member.observes and self._ready(member):

@@ -214,7 +214,7 @@ class Controller:
         report.step_ms += step.step_ms
         report.plain_ms += step.first_ms + (emitted - 1) * step.more_ms
 
-    def observe_drafts(self, id: int, drafters: Mapping[str, int], proposed: int, accepted: int) -> None:
+    def observe_drafts(self, id: int, drafters: Mapping[str, int], accepted: int) -> None:
         """What became of a step's drafts: how many each lookup has in the accepted path (0 for one without effect)."""
         request = self._requests[id]
         request.room = max(accepted, MEMORY * request.room)
